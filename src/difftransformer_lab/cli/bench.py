@@ -1,11 +1,9 @@
 """difftransformer bench."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from difftransformer.files import write_text_atomically
 
@@ -18,7 +16,8 @@ from ..report.bench_figures import bench_drawings
 from ..results import Bench, BenchRow, write_result
 from ..studies.environment import command_line, environment, now
 from .arguments import check_device, use_threads
-from .console import console, log, show
+from .console import console, show
+from .progress import Bars, study_progress
 
 
 def declare(_: str) -> type:
@@ -66,16 +65,11 @@ def measure_and_write(steps: list[Step], out: Path, device: str, command: str | 
 def _measure(steps: list[Step]) -> list[BenchRow]:
     """Run the steps with a progress bar and the time left; without a terminal, print a line for each step."""
     rows: list[BenchRow] = []
-    begun, left = time.monotonic(), ""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=len(steps))
+    with study_progress() as progress:
+        bars = Bars(progress)
         for done, step in enumerate(steps):
-            if done:
-                left = f", about {1 + int((time.monotonic() - begun) / done * (len(steps) - done) / 60)} min left"
-            progress.update(bar, description=f"{step.label}{left}")
-            if not console.is_terminal:
-                log(f"{done + 1} of {len(steps)}{left}: {step.label}")
+            line = f"{done + 1} of {len(steps)}: {step.label}"
+            bars.update("benchmark", done, len(steps), line, at_once=True, loss=step.label)
             rows += step.measure()
-            progress.advance(bar)
+        bars.hide("benchmark")
     return rows

@@ -53,7 +53,7 @@ def small_curve(losses: Sequence[float]) -> str:
     return "".join(BLOCKS[round((len(BLOCKS) - 1) * (mean - low) / room)] for mean in means)
 
 
-class _Bars:
+class Bars:
     """Bars by title. Without a terminal, print a line with the time left for each tenth of the work."""
 
     def __init__(self, progress: Progress) -> None:
@@ -134,7 +134,7 @@ def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], No
     A job weighs as much as its kind took before. Those of a new kind weigh as much by step as the others. The bar begins anew
     with other jobs, as when learning rates have been chosen.
     """
-    bars, printed = _Bars(progress), 0
+    bars, printed = Bars(progress), 0
     watched: Sequence[Job] | None = None
 
     def watch(jobs: "Sequence[Job]") -> None:
@@ -162,7 +162,7 @@ def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], No
 
 def watch_pair(progress: Progress) -> "Callable[[Sequence[Job]], None]":
     """Return a callback that draws one bar over all jobs, their evaluation included, and prints what they have reached."""
-    bars, printed = _Bars(progress), set[int]()
+    bars, printed = Bars(progress), set[int]()
 
     def watch(jobs: "Sequence[Job]") -> None:
         done = sum(job.step + EVALUATION_SHARE * job.steps * job.done for job in jobs)
@@ -199,7 +199,7 @@ def watch_steps(
     """Return a callback that draws one run as a bar, and keeps the page of its folder if one is given."""
     from difftransformer.train.metrics import METRICS_FILE, StepMetrics
 
-    page, bars = _live_page(folder, label), _Bars(progress)
+    page, bars = _live_page(folder, label), Bars(progress)
     bars.update(label, 0, steps, "", started=False, loss="")  # a run that goes on does not begin at step 0
 
     def on_metrics(metrics: "Metrics") -> None:
@@ -245,7 +245,7 @@ def training_shown(title: str, page_folder: "Path | None" = None) -> Iterator[No
 def evaluation_progress(label: str = "") -> Iterator[None]:
     """Draw a bar for the progress that the block reports, with `label` before its title; each new title takes its place."""
     with _display(TextColumn("{task.percentage:>3.0f} %", markup=False)) as progress:
-        bars, began, printed = _Bars(progress), dict[str, float](), time.monotonic()
+        bars, began, printed = Bars(progress), dict[str, float](), time.monotonic()
 
         def update(done: int, total: int, title: str) -> None:
             nonlocal printed

@@ -37,12 +37,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Loss(Asked):
-    """Asks how likely a text is. The answer: negative log-likelihoods in nats of `ids[first:]`, each given all ids before."""
-
-    asks = ("loss", "ids", "first")
+class Text(Asked):
     ids: tuple[int, ...]
-    first: int = 1
 
     @property
     def shown_tokens(self) -> int:
@@ -50,11 +46,23 @@ class Loss(Asked):
 
     @property
     def row_tokens(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Loss(Text):
+    """Asks how likely a text is. The answer: negative log-likelihoods in nats of `ids[first:]`, each given all ids before."""
+
+    asks = ("loss", "ids", "first")
+    first: int = 1
+
+    @property
+    def row_tokens(self) -> int:
         return len(self.ids) - 1  # the last token is a target only
 
 
 @dataclass(frozen=True)
-class Predictions(Asked):
+class Predictions(Text):
     """Asks for the most likely next token at some places of a text. The answer: a token id for each of `places`.
 
     The prediction at a place is given the ids up to it, that at the place included. Of equally likely tokens, the lowest id is
@@ -62,14 +70,7 @@ class Predictions(Asked):
     """
 
     asks = ("predictions", "ids", "places")
-    ids: tuple[int, ...]
     places: tuple[int, ...]
-
-    @property
-    def shown_tokens(self) -> int:
-        return len(self.ids)
-
-    row_tokens = shown_tokens
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The maps of every head of a model for one text, as the explorer stores them: rows of a triangle, in float32."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +60,9 @@ def capture(model: Any, ids: Tensor) -> list[LayerMaps]:
     def observe(layer: int, first: Tensor, second: Tensor | None, lam: Tensor | None, allowed: Tensor | None) -> None:
         layers.append(LayerMaps.of([first] if second is None else [first, second], lam))
 
-    with _in_eval_mode(model):
+    with ExitStack() as restored:
+        restored.callback(model.train, model.training)
+        model.eval()
         try:
             with written_out(model) as tapped, observing_maps(tapped, observe):
                 model(input_ids=ids, use_cache=False)
@@ -84,13 +85,3 @@ def _returned(model: Any, ids: Tensor, error: EvaluationError) -> list[Tensor]:
     if not weights:
         raise error
     return weights
-
-
-@contextmanager
-def _in_eval_mode(model: Any) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
