@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from textwrap import fill
 from typing import Any
 
@@ -136,44 +137,36 @@ def _draw_row(
 
 @matplotlib.rc_context(STYLE)
 def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Drawing | None:
-    """Draw a figure over the axes: the axis with the most values along x, the next ones in columns and rows of panels."""
+    """Draw a figure over the axes: the axis with the most values along x, a panel for each setting of the others."""
     axes = evidence.index.axes
     if not any(row.figure is figure and row.point for row in rows):
         return None
     order = sorted(range(len(axes)), key=lambda i: (axes[i].numbers is not None, len(axes[i].values)), reverse=True)
-    along, across, down = order[0], order[1:2], order[2:]
-    across_values = [value for i in across for value in axes[i].values] or [""]
-    down_points = list(dict.fromkeys(tuple(point[i] for i in down) for point in evidence.points))
-    # Many panels in a row become several rows of panels.
-    columns = min(len(across_values), _COLUMNS)
-    per_down = math.ceil(len(across_values) / columns)
+    along, others = order[0], order[:0:-1]
+    settings = [dict(zip(others, values, strict=True)) for values in product(*(axes[i].values for i in others))]
+    columns = min(len(axes[others[-1]].values) if others else 1, _COLUMNS)
     styles = styles_of(evidence)
     x_axis = axes[along]
     x = x_axis.numbers or list(range(len(x_axis.values)))
     is_log = bool(x_axis.numbers) and min(x) > 0 and max(x) >= 8 * min(x)
-    lines = per_down * len(down_points)
+    lines = math.ceil(len(settings) / columns)
     canvas, grid = panels(0.8 + 2.35 * lines, lines, columns, sharey="row", sharex=True)
-    for group, fixed_values in enumerate(down_points):
-        own_panels = grid[group * per_down : (group + 1) * per_down]
-        for ax, across_value in zip(_used(own_panels, len(across_values)), across_values, strict=True):
-            names = dict(zip((*down, *across), (*fixed_values, across_value), strict=False))
-            for arm in evidence.index.arms:
-                points = [tuple(value if i == along else names[i] for i in range(len(axes))) for value in x_axis.values]
-                compared = [
-                    (at, row_of(rows, figure.label, arm.name, point)) for at, point in zip(x, points, strict=True)
-                ]
-                there = [(at, row.statistic) for at, row in compared if row]
-                where, means = [at for at, _ in there], [one.mean for _, one in there]
-                errors, look = [one.standard_error or 0.0 for _, one in there], styles[arm.name]
-                ax.errorbar(where, means, errors, **look, markersize=4.5, elinewidth=1.0, linewidth=1.3)
-            if is_log:
-                ax.set_xscale("log")
-                ax.minorticks_off()
-            ax.set_xticks(x, x_axis.values)
-            title = ", ".join(f"{axes[i].label or axes[i].name} {value}" for i, value in names.items())
-            ax.set_title(title, loc="left")
-            if figure.unit == "share":
-                ax.set_ylim(-0.04, 1.04)
+    for ax, names in zip(_used(grid, len(settings)), settings, strict=True):
+        points = [tuple(value if i == along else names[i] for i in range(len(axes))) for value in x_axis.values]
+        for arm in evidence.index.arms:
+            compared = [(at, row_of(rows, figure.label, arm.name, point)) for at, point in zip(x, points, strict=True)]
+            there = [(at, row.statistic) for at, row in compared if row]
+            where, means = [at for at, _ in there], [one.mean for _, one in there]
+            errors, look = [one.standard_error or 0.0 for _, one in there], styles[arm.name]
+            ax.errorbar(where, means, errors, **look, markersize=4.5, elinewidth=1.0, linewidth=1.3)
+        if is_log:
+            ax.set_xscale("log")
+            ax.minorticks_off()
+        ax.set_xticks(x, x_axis.values)
+        title = ", ".join(f"{axes[i].label or axes[i].name} {value}" for i, value in names.items())
+        ax.set_title(title, loc="left")
+        if figure.unit == "share":
+            ax.set_ylim(-0.04, 1.04)
     unit = f"\n({figure.unit})" if figure.unit else ""
     _label_axes(grid, x_axis.label or x_axis.name, f"{figure.label}{unit}")
     legend_above(canvas, _handles(evidence, styles))
@@ -280,11 +273,8 @@ def draw_positions(evidence: Evidence) -> Drawing | None:
     ax.set_xlabel("position in the context (tokens)")
     ax.set_ylabel(f"held-out loss minus that of\n{evidence.reference.label} (nats/token)")
     legend_above(canvas, _handles(evidence, styles))
-    caption = (
-        f"Held-out loss by position in the context, each arm minus {evidence.reference.label}, mean over "
-        f"seeds{_at_words(evidence, point)}."
-    )
-    caption += " Below zero is better."
+    minus = f"each arm minus {evidence.reference.label}, mean over seeds{_at_words(evidence, point)}"
+    caption = f"Held-out loss by position in the context, {minus}. Below zero is better."
     if len(evidence.others) <= 2:
         caption += " Band: 95 % Student t interval at each position by itself."
     return finish("positions", "Held-out loss by position", caption, canvas, False)
@@ -294,9 +284,8 @@ def draw_positions(evidence: Evidence) -> Drawing | None:
 def draw_lambda(evidence: Evidence) -> Drawing | None:
     """Draw lambda of each layer over training, and its start and end by layer; None where no arm has a lambda."""
     point = evidence.points[-1]
-    tables = [
-        (arm, table) for arm in evidence.index.arms if (table := _lambda_table(evidence, arm.name, point)) is not None
-    ]
+    every = [(arm, _lambda_table(evidence, arm.name, point)) for arm in evidence.index.arms]
+    tables = [(arm, table) for arm, table in every if table is not None]
     if not tables:
         return None
     styles = styles_of(evidence)
@@ -325,7 +314,7 @@ def draw_lambda(evidence: Evidence) -> Drawing | None:
         right.set_xlabel("layer (from 0)")
         right.xaxis.set_major_locator(MaxNLocator(integer=True))
         right.legend(loc="best")
-    without = [arm.label for arm in evidence.index.arms if arm not in [one for one, _ in tables]]
+    without = [arm.label for arm, table in every if table is None]
     caption = (
         f"Lambda, the weight of the second softmax map{_at_words(evidence, point)}. Left: a line for each layer, mean over "
         "seeds. It starts near lambda_init (0.8 - 0.6 exp(-0.3 layer) in the paper's V1). Right: first and last point by "
@@ -373,12 +362,9 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
         if row is not None and other is not None and row.difference is not None and not row.is_censored:
             seeds_of_both = sorted(row.values.keys() & other.values.keys())
             drawn.append((line, row, row.difference, [row.values[seed] - other.values[seed] for seed in seeds_of_both]))
-    ends = [
-        end
-        for _, _, difference, dots in drawn
-        for end in (*dots, *((difference.low, difference.high) if len(dots) == 1 else ()))
-        if end is not None
-    ]
+    ends = [dot for *_, dots in drawn for dot in dots]
+    of_one_seed = [difference for _, _, difference, dots in drawn if len(dots) == 1]
+    ends += [end for one in of_one_seed for end in (one.low, one.high) if end is not None]
     low, high = (pick(0.0, *ends) for pick in (min, max))
     room = 0.3 * (high - low) or 1.0
     low, high = low - room, high + room

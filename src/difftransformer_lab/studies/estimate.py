@@ -1,7 +1,9 @@
 """How long a study takes: by the runs that this machine has made, by some steps of each kind, or by operations."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -95,7 +97,7 @@ class _Clock:
         self.study, self.device, self.is_without_data = study, device, is_without_data
         self.basis: Basis = "earlier runs"
         self._by_kind: dict[str, float] = {}
-        self._speeds: dict[str, float] = {}
+        self._speed = functools.cache(partial(matmul_flops, device))
 
     def seconds(self, run: PlannedRun) -> float:
         if run.kind not in self._by_kind:
@@ -137,7 +139,5 @@ class _Clock:
 
     def _seconds_by_operations(self, run: PlannedRun, config: DiffTransformerConfig) -> float:
         training = run.recipe.training
-        if training.precision not in self._speeds:
-            self._speeds[training.precision] = matmul_flops(self.device, training.precision)
         per_token = count(config, context_tokens=training.context_tokens).train_flops_per_token
-        return per_token * training.batch_tokens / (MFU * self._speeds[training.precision])
+        return per_token * training.batch_tokens / (MFU * self._speed(training.precision))

@@ -55,14 +55,10 @@ class Job:
             return
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
         with (self.folder / LOG_FILE).open("wb") as log:
-            self.process = start_child(
-                "difftransformer_lab.studies.run",
-                *words,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C at the terminal reaches the parent alone, which passes it on once
-            )
+            streams = {"stdout": log, "stderr": subprocess.STDOUT}
+            # In a session of its own: a Ctrl-C at the terminal reaches the parent alone, which passes it on once.
+            how = {"env": environment, "start_new_session": True}
+            self.process = start_child("difftransformer_lab.studies.run", *words, **streams, **how)
 
     def look(self) -> None:
         path = self.folder / METRICS_FILE
@@ -124,14 +120,15 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, on_done: Callable[[Job], None
         if job.done:
             job.step = job.steps
     running: list[Job] = []
-    stop = {"asked": False}
+    is_asked = False
 
     def ask(*_: object) -> None:
-        stop["asked"] = True
+        nonlocal is_asked
+        is_asked = True
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while (waiting or running) and not stop["asked"]:
+        while (waiting or running) and not is_asked:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
                 job.start()
@@ -146,14 +143,14 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, on_done: Callable[[Job], None
                 running.remove(job)
                 job.process.communicate()  # closes its standard input
                 if code == EXIT_INTERRUPTED:
-                    stop["asked"] = True
+                    is_asked = True
                 elif code != 0:
                     raise DiffTransformerError(f"{job.label}: {job.failure()} (see {job.folder / LOG_FILE})")
                 else:
                     job.done, job.step, job.seconds = True, job.steps, time.monotonic() - job.began
                     on_done(job)
             tell(jobs)
-        if stop["asked"]:
+        if is_asked:
             _end(running)
             saved = [path for job in jobs for path in checkpoints(job.folder)[-1:]]
             raise Interrupted(saved[-1] if saved else jobs[0].folder, max(job.step for job in jobs))
