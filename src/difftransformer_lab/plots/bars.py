@@ -55,8 +55,7 @@ def bars(
 def accuracy_bars(results: Sequence[TaskResult], label: str) -> Figure:
     """Draw the accuracy of each model on each data set, with the y axis labelled `label`."""
     figure = bars(results, sets_of(results), lambda result, name: select(result, "accuracy", set=name), form=".2f")
-    figure.axes[0].set_ylim(0, 1.08)
-    figure.axes[0].set_ylabel(label)
+    figure.axes[0].set(ylim=(0, 1.08), ylabel=label)
     return figure
 
 

@@ -15,11 +15,8 @@ from difftransformer_lab.results import Measurement, TaskResult
 
 def select(result: TaskResult, name: str, **at: Any) -> list[Measurement]:
     """Return the measurements with this name that were taken at the given places."""
-    return [
-        row
-        for row in result.measurements
-        if row.name == name and all(row.at.get(key) == value for key, value in at.items())
-    ]
+    named = (row for row in result.measurements if row.name == name)
+    return [row for row in named if all(row.at.get(key) == value for key, value in at.items())]
 
 
 def labels(results: Sequence[TaskResult]) -> list[str]:

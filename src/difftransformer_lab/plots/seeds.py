@@ -50,11 +50,11 @@ def pooled(results: Sequence[TaskResult], label: str) -> Pooled:
     first, *others = results
     tables = [{(row.name, *row.at.items()): row for row in result.measurements} for result in results]
     keys = [key for key in tables[0] if all(key in table for table in tables)]
-    grids = [grid for grid in first.grids if not others] + [
-        replace(grid, values=np.mean([grid.values, *others_values], axis=0).tolist())
-        for grid in first.grids
-        if others and (others_values := _same_grids(grid, others))
-    ]
+    grids = first.grids
+    if others:
+        every = [(grid, _same_grids(grid, others)) for grid in first.grids]
+        means = [(grid, np.mean([grid.values, *same], axis=0)) for grid, same in every if same]
+        grids = [replace(grid, values=mean.tolist()) for grid, mean in means]
     parts = {field.name: getattr(first, field.name) for field in fields(TaskResult)} | {
         "model": replace(first.model, name=label),
         "measurements": [_pooled([table[key] for table in tables]) for key in keys],
@@ -83,12 +83,8 @@ def _pooled(rows: Sequence[Measurement]) -> Measurement:
 def _same_grids(grid: Grid, others: Sequence[TaskResult]) -> list[list[list[float]]]:
     """Return the values of the same grid in other results; none where one lacks it or has another shape."""
     shape = list(map(len, grid.values))
-    values = [
-        other.values
-        for result in others
-        for other in result.grids
-        if (other.name, other.at) == (grid.name, grid.at) and list(map(len, other.values)) == shape
-    ]
+    same = (other for result in others for other in result.grids if (other.name, other.at) == (grid.name, grid.at))
+    values = [other.values for other in same if list(map(len, other.values)) == shape]
     return values if len(values) == len(others) and len(set(shape)) == 1 else []
 
 
@@ -98,14 +94,11 @@ def common_values(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ResultsError: a curve whose steps and values differ in number.
     """
-    tables: list[dict[int, float]] = []
     for curve in curves:
-        if len(curve.steps) != len(curve.values):
-            raise ResultsError(
-                f"a curve has {len(curve.steps)} steps but {len(curve.values)} values; run the command again"
-            )
-        tables.append(dict(zip(curve.steps, curve.values, strict=True)))
-    steps = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
+        if (steps_there := len(curve.steps)) != (values_there := len(curve.values)):
+            raise ResultsError(f"a curve has {steps_there} steps but {values_there} values; run the command again")
+    tables = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
+    steps = sorted(set.intersection(*map(set, tables))) if tables else []
     values = np.array([[table[step] for step in steps] for table in tables], dtype=np.float64)
     return np.array(steps, dtype=np.float64), values.reshape(len(tables), len(steps))
 

@@ -270,8 +270,8 @@ def draw_positions(evidence: Evidence) -> Drawing | None:
             high = [one.mean if one.high is None else one.high for _, one in differences]
             ax.fill_between(x, low, high, color=styles[arm.name]["color"], alpha=0.15, linewidth=0)
     ax.axhline(0, color=styles[evidence.index.reference]["color"], linewidth=1.2)
-    ax.set_xlabel("position in the context (tokens)")
-    ax.set_ylabel(f"held-out loss minus that of\n{evidence.reference.label} (nats/token)")
+    y_label = f"held-out loss minus that of\n{evidence.reference.label} (nats/token)"
+    ax.set(xlabel="position in the context (tokens)", ylabel=y_label)
     legend_above(canvas, _handles(evidence, styles))
     minus = f"each arm minus {evidence.reference.label}, mean over seeds{_at_words(evidence, point)}"
     caption = f"Held-out loss by position in the context, {minus}. Below zero is better."
@@ -302,8 +302,7 @@ def draw_lambda(evidence: Evidence) -> Drawing | None:
         bar.set_ticks(sorted({round(tick) for tick in np.linspace(0, layers - 1, min(layers, 8))}))
         bar.ax.minorticks_off()
         left.set_title(f"{arm.label}: over training", loc="left")
-        left.set_xlabel("training step")
-        left.set_ylabel("lambda")
+        left.set(xlabel="training step", ylabel="lambda")
         right.plot(range(layers), mean[0], color="#777777", linestyle=":", marker=".", label=f"step {steps[0]:g}")
         colour = styles[arm.name]["color"]
         if len(values) > 1:

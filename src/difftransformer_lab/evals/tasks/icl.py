@@ -219,9 +219,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     ax.axhline(guess.value, color=INK, linewidth=1, linestyle=":")
     place = (1, guess.value)
     note(ax, f"chance, 1 of {guess.n}", place, at_right_edge=True, xytext=(-4, 3), ha="right", fontsize=8.5)
-    ax.set_ylim(0, 1.02)
-    ax.set_xlabel("demonstrations in the prompt")
-    ax.set_ylabel("accuracy")
+    ax.set(ylim=(0, 1.02), xlabel="demonstrations in the prompt", ylabel="accuracy")
     items, draws = (results[0].options[name] for name in ("items", "draws"))
     again = f", each behind {draws} draws of demonstrations" if draws > 1 else ""
     caption = f"Labels of {items} test items of {results[0].data.name}{again}, decoded among all labels; bands: "

@@ -160,9 +160,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     places = [(match["run"], int(match["step"])) for match in checkpoints if match is not None]
     if len(results) > 1 and len(places) == len(results):
         figure, ax = curves(_runs(results, places), "mean accuracy", "step")
-        ax.set_xlabel("training step")
-        ax.set_ylabel("mean accuracy over sets")
-        ax.set_ylim(bottom=0)
+        ax.set(xlabel="training step", ylabel="mean accuracy over sets", ylim=(0, None))
         caption = f"Mean accuracy over {', '.join(sets_of(results))} by checkpoint; bands: {share_intervals(results)}."
     else:
         figure = accuracy_bars(results, "accuracy")

@@ -191,12 +191,9 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
             words += f"\np {row.value:.2g}"
         note(margins, words, (index, top), xytext=(0, 4), ha="center", fontsize=8.5)
     strips.xaxis.get_major_locator().set_params(integer=True)
-    strips.set_xlabel("order of the demonstrations")
-    strips.set_ylabel("accuracy")
-    margins.set_xticks([])
-    margins.set_xlim(-0.8, len(results) - 0.2)
-    margins.set_ylim(0, max(margins.get_ylim()[1] * 1.25, 0.05))
-    margins.set_ylabel("best minus worst")
+    strips.set(xlabel="order of the demonstrations", ylabel="accuracy")
+    top = max(margins.get_ylim()[1] * 1.25, 0.05)
+    margins.set(xticks=[], xlim=(-0.8, len(results) - 0.2), ylim=(0, top), ylabel="best minus worst")
     margins.grid(axis="x", visible=False)
     legend_above(figure, handles(results))
     margin = select(results[0], "best minus worst")[0]

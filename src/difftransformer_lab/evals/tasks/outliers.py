@@ -143,14 +143,12 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
             offset, side = ((-3, 3), "bottom") if median == max(medians) else ((-3, -3), "top")
             look = {"ha": "right", "va": side, "fontsize": 8, "color": style["color"]}
             note(ax, f"median {median:.3g}", (1.0, median), at_right_edge=True, xytext=offset, **look)
-        ax.set_xscale("log")
-        ax.set_yscale("log")
+        ax.set(xscale="log", yscale="log", xlabel="rank, from the largest")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_minor_formatter(NullFormatter())
         ax.set_title(kind, loc="left")
-        ax.set_xlabel("rank, from the largest")
     figure.axes[0].set_ylabel("absolute value")
     legend_above(figure, handles(results))
     counts = ", ".join(f"{select(result, MEASURED['logits'], rank='median')[0].n:.3g}" for result in results)

@@ -179,13 +179,12 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     """Draw the loss on AR-hits, on others and on all tokens (arXiv:2410.05258 Table 6), a bar for each model."""
     figure = bars(results, list(_GROUPS), lambda result, group: select(result, _GROUPS[group]), form=".3f")
     figure.axes[0].set_ylabel("loss (nats/token)")
-    rows = (row for result in results for row in select(result, "share of AR-hits"))
-    shares = " and ".join(dict.fromkeys(f"{100 * row.value:.1f} %" for row in rows))
-    counts = (row for result in results for row in select(result, "AR-hits"))
+    shares, counts = ([row for one in results for row in select(one, name)] for name in ("share of AR-hits", "AR-hits"))
+    share = " and ".join(dict.fromkeys(f"{100 * row.value:.1f} %" for row in shares))
     hits = " and ".join(dict.fromkeys(f": {row.value:,.0f} of {row.n:,}" for row in counts))
     ngram = results[0].options["ngram"]
     caption = (
-        f"Loss on tokens that end a {ngram}-gram which occurred earlier in the window (AR-hits, {shares} of tokens{hits}) "
+        f"Loss on tokens that end a {ngram}-gram which occurred earlier in the window (AR-hits, {share} of tokens{hits}) "
         "and on all others; black lines: one standard error over windows."
     )
     return "Associative recall", caption, figure

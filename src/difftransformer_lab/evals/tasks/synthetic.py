@@ -133,8 +133,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
         lambda result, group: [row for row in select(result, "accuracy") if row.at and name(row) == group],
         form=".2f",
     )
-    figure.axes[0].set_ylim(0, 1.08)
-    figure.axes[0].set_ylabel("accuracy")
+    figure.axes[0].set(ylim=(0, 1.08), ylabel="accuracy")
     examples = " and ".join(sorted({f"{result.data.requests:,}" for result in results}))
     caption = f"Share of right answers in {examples} held-out examples of {results[0].data.name}; black lines: 95 % intervals."
     return "Synthetic task", caption, figure
