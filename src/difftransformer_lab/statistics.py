@@ -186,9 +186,9 @@ def sign_flip(differences: Sequence[float]) -> PairedDifference:
     difference = replace(_no_interval(mean), interval_method="sign flip over seeds", p_value=p_value)
     # Rounded up by a hair, so that 1 - 0.95 leaves the tail that 0.05 has.
     outside = math.floor((1 - CONFIDENCE) / 2 * patterns * (1 + _ROUNDING))
-    return (
-        difference if not outside else replace(difference, low=float(means[outside - 1]), high=float(means[-outside]))
-    )
+    if not outside:
+        return difference
+    return replace(difference, low=float(means[outside - 1]), high=float(means[-outside]))
 
 
 def welch(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> PairedDifference:
@@ -212,10 +212,9 @@ def welch(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> Paired
         raise ShapeError(f"welch: {len(weights)} weights for {len(groups)} groups; give one for each")
     if not groups or min(map(len, groups)) < 2:
         raise EvaluationError(f"welch: groups of {[len(group) for group in groups]} values; need at least 2 in each")
-    mean = math.fsum(weight * math.fsum(group) / len(group) for group, weight in zip(groups, weights, strict=True))
-    parts = [
-        weight**2 * float(np.var(group, ddof=1)) / len(group) for group, weight in zip(groups, weights, strict=True)
-    ]
+    pairs = list(zip(groups, weights, strict=True))
+    mean = math.fsum(weight * math.fsum(group) / len(group) for group, weight in pairs)
+    parts = [weight**2 * float(np.var(group, ddof=1)) / len(group) for group, weight in pairs]
     variance = math.fsum(parts)
     if not variance:
         return _no_interval(mean)

@@ -42,11 +42,8 @@ def memory_steps(settings: Settings) -> list[Step]:
         shape = _shape(defaults.memory_dtype, "forward+backward", length, defaults.memory_size)
         is_long = length in defaults.long_memory_lengths_tokens
         names = {f"diff {defaults.kernel}": None} if is_long else implementations(shape, settings)
-        steps += [
-            Step(f"memory of {name}, {shape}", partial(weigh_attention, name, shape, settings))
-            for name, why in names.items()
-            if why is None
-        ]
+        able = [name for name, why in names.items() if why is None]
+        steps += [Step(f"memory of {name}, {shape}", partial(weigh_attention, name, shape, settings)) for name in able]
     return steps
 
 
@@ -72,9 +69,8 @@ def time_attention(shape: AttentionShape, settings: Settings, part: str = "atten
 
 def weigh_attention(name: str, shape: AttentionShape, settings: Settings) -> list[BenchRow]:
     """Measure the peak memory of an implementation on one shape above its inputs."""
-    weigh = partial(
-        peak_attention_bytes, shape=shape, threads=settings.threads or torch.get_num_threads(), device=settings.device
-    )
+    threads = settings.threads or torch.get_num_threads()
+    weigh = partial(peak_attention_bytes, shape=shape, threads=threads, device=settings.device)
     peaks, reasons = attempt_each([name], weigh, settings.device)
     figures = {"peak_bytes": float(peaks[name])} if name in peaks else {}
     return [_row("memory", shape, name, figures=figures, left_out=reasons.get(name))]
@@ -142,7 +138,5 @@ def _too_large(shape: AttentionShape) -> str | None:
     needed = MAP_COPIES * 2 * shape.batch * shape.heads * shape.queries_tokens * shape.length_tokens * 4
     if needed <= MAPS_BUDGET_BYTES:
         return None
-    return (
-        f"{MAP_COPIES} copies of its n x n maps in fp32 take {needed / 2**30:.1f} GiB, "
-        f"more than the budget of {MAPS_BUDGET_BYTES / 2**30:g} GiB"
-    )
+    size = f"{MAP_COPIES} copies of its n x n maps in fp32 take {needed / 2**30:.1f} GiB"
+    return f"{size}, more than the budget of {MAPS_BUDGET_BYTES / 2**30:g} GiB"

@@ -78,11 +78,9 @@ def attention_work(
         A function that does the work and returns the output.
     """
     family, _, name = implementation.removesuffix(DETERMINISTIC).partition(" ")
-    guard = (
-        partial(deterministically, fill_memory=False)
-        if implementation.endswith(DETERMINISTIC)
-        else contextlib.nullcontext
-    )
+    guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    if implementation.endswith(DETERMINISTIC):
+        guard = partial(deterministically, fill_memory=False)
     attend, inputs = _FAMILIES[family](name, shape, data or draw(shape, device))
     for tensor in inputs:
         tensor.requires_grad_(shape.has_backward)

@@ -165,9 +165,8 @@ def _run(verb: str, words: list[str]) -> int:
 
     module = importlib.import_module(f".{module_name(verb)}", __package__)
     own = module.declare(verb) if hasattr(module, "declare") else None
-    parser = parser_of(
-        f"difftransformer {verb}", verbs().get(verb, "Run the tasks of a suite on one or more models"), module, own
-    )
+    about = verbs().get(verb, "Run the tasks of a suite on one or more models")
+    parser = parser_of(f"difftransformer {verb}", about, module, own)
     if {"-h", "--help"} & set(words):
         print(parser.page(own if verb.startswith("eval ") else None), *(_tasks() if verb == "eval" else ()), sep="\n")
         return 0

@@ -123,9 +123,8 @@ def training_progress() -> Progress:
 
 def study_progress() -> Progress:
     """Return a display of a study: the share of the work that is done, elapsed and remaining time."""
-    return _display(
-        TextColumn("{task.percentage:>3.0f} %", markup=False), TextColumn("{task.fields[loss]}", markup=False)
-    )
+    words = ("{task.percentage:>3.0f} %", "{task.fields[loss]}")
+    return _display(*(TextColumn(text, markup=False) for text in words))
 
 
 def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], None]":

@@ -52,9 +52,8 @@ def run(
         launcher_options: Parameters of submitit, such as '{timeout_min: 600, slurm_partition: gpu}'.
         page: While it trains, keep a page of the losses, index.html, that a browser loads anew by itself.
     """
-    read_mapping(
-        study, shipped_recipes("studies"), "a study is a mapping with name, question, recipe, arms and figures"
-    )
+    expected = "a study is a mapping with name, question, recipe, arms and figures"
+    read_mapping(study, shipped_recipes("studies"), expected)
     check_positive(seeds=seeds, jobs=jobs)
     check_device(device)
     use_threads(threads)

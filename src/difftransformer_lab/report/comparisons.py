@@ -8,6 +8,7 @@ that a study planned are decided (`contrasts.py`).
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ..results import PairedDifference, RunRecord, Statistic, StudyArm, StudyFigure, figure_of, reached_at
 from ..statistics import mean_and_standard_error, paired_difference
@@ -57,12 +58,8 @@ class Compared:
 def compare(evidence: Evidence) -> list[Compared]:
     """Return every figure of every arm at every point, those of a study with axes also as means over the points."""
     points: list[Point] = [(), *(evidence.points if evidence.has_settings else [])]
-    compared = [
-        _compared(evidence, figure, point, arm)
-        for figure in evidence.index.figures
-        for point in points
-        for arm in evidence.index.arms
-    ]
+    every = product(evidence.index.figures, points, evidence.index.arms)
+    compared = (_compared(evidence, figure, point, arm) for figure, point, arm in every)
     return [row for row in compared if row is not None]
 
 

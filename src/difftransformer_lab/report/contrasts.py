@@ -86,9 +86,8 @@ class Finding:
     def meaning(self) -> str:
         meanings = {"above": self.contrast.above, "below": self.contrast.below, "within": self.contrast.within}
         words = meanings.get(self.state, "").rstrip(".")
-        return (
-            f"{words}, by less than {self.contrast.smallest:g}" if self.is_small and self.state != "within" else words
-        )
+        is_less = self.is_small and self.state != "within"
+        return f"{words}, by less than {self.contrast.smallest:g}" if is_less else words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +125,8 @@ def registration(evidence: Evidence, tested: list[Finding]) -> Registration:
     if not plan.commit or not plan.committed:
         return Registration(is_registered=False, why_not=f"{plan.file} is in no commit with this content.")
     committed = _time(plan.committed)
-    used = {
-        file: _time(run.created) - timedelta(seconds=run.total_seconds)
-        for one in tested
-        for file, run in _used(evidence, one)
-    }
+    runs = dict(pair for one in tested for pair in _used(evidence, one))
+    used = {file: _time(run.created) - timedelta(seconds=run.total_seconds) for file, run in runs.items()}
     older = [(began, file) for file, began in used.items() if began <= committed]
     if not older:
         return Registration(is_registered=True)
@@ -166,9 +162,8 @@ def _tested(evidence: Evidence, contrast: Contrast, *, is_due: bool) -> Finding:
     student = paired_difference(list(values.values()), [0.0] * len(values))
     difference = student
     if contrast.test == "welch" and contrast.seeds > 1:
-        difference = welch(
-            [[column[group] for column in there.values()] for group in finding.groups], [*finding.groups.values()]
-        )
+        samples = [[column[group] for column in there.values()] for group in groups]
+        difference = welch(samples, [*groups.values()])
     elif contrast.test == "paired" and contrast.seeds >= SIGN_FLIP_SEEDS:
         difference = sign_flip(list(values.values()))
     return replace(

@@ -72,14 +72,11 @@ def figures_table(
                 line += _paper_cells(figure, arm, reference) if papers else []
                 cells.append(line)
     words = "Differences are taken seed by seed, on the same data; brackets: 95 % Student t interval, each for itself."
-    notes = [
-        ITEM_WORDS if evidence.has_one_seed else f"\u00b1: one standard error over seeds. {words}",
-        mark_words(evidence),
-    ]
+    over_seeds = f"\u00b1: one standard error over seeds. {words}"
+    notes = [ITEM_WORDS if evidence.has_one_seed else over_seeds, mark_words(evidence)]
     if reached:
-        notes.append(
-            "A run that does not reach the level counts with its last step; where no run does, there is no mean."
-        )
+        last = "A run that does not reach the level counts with its last step"
+        notes.append(f"{last}; where no run does, there is no mean.")
     sources = dict.fromkeys(figure.source or "the value as published" for figure in figures if figure.paper)
     notes += [f"Paper: {source}; in brackets minus that of {reference.label}." for source in sources]
     if evidence.has_settings:
@@ -246,12 +243,8 @@ def laws_table(scaling: Scaling) -> Table:
     rows = []
     for trend in scaling.trends:
         law, residual = trend.law, np.abs(trend.law.at(trend.n)[0] - trend.loss).max()
-        cells = [
-            trend.arm.label,
-            trend.axis.name,
-            ", ".join(quantity(n) for n in trend.n),
-            significant(float(law.a[0])),
-        ]
+        sizes = ", ".join(quantity(n) for n in trend.n)
+        cells = [trend.arm.label, trend.axis.name, sizes, significant(float(law.a[0]))]
         cells += [significant(float(b), 3) for b in (law.b[0], *trend.exponents)]
         rows.append([*cells, significant(float(law.c[0])), significant(float(residual), 2)])
     groups = (
@@ -269,9 +262,7 @@ def laws_table(scaling: Scaling) -> Table:
 
 def arms_table(evidence: Evidence) -> Table:
     """Return what each arm is, where its recipe differs from the others', its size, and its cost by formula."""
-    recipes = {
-        arm.name: _flat(run.recipe) for arm, run in reversed([(arm, run) for arm, _, _, run in evidence.every_run()])
-    }
+    recipes = {arm.name: _flat(run.recipe) for arm, _, _, run in reversed([*evidence.every_run()])}
     keys = sorted({key for recipe in recipes.values() for key in recipe})
     compared = [key for key in keys if key.rpartition(".")[2] not in _UNCOMPARED]
     differing = [key for key in compared if len({repr(recipe.get(key)) for recipe in recipes.values()}) > 1]
@@ -280,10 +271,8 @@ def arms_table(evidence: Evidence) -> Table:
     rows = []
     for arm in evidence.index.arms:
         recipe, size = recipes.get(arm.name), sizes.get(arm.name)
-        own = (
-            [f"{key}: {recipe[key]}" for key in differing if recipe.get(key) is not None] if recipe else [NOT_MEASURED]
-        )
-        row = [arm.label, *([arm.about] if has_about else []), "; ".join(own)]
+        own = [f"{key}: {recipe[key]}" for key in differing if recipe and recipe.get(key) is not None]
+        row = [arm.label, *([arm.about] if has_about else []), "; ".join(own) if recipe else NOT_MEASURED]
         counts = (size.parameters, size.train_flops_per_token, size.kv_bytes_per_token) if size else ("", "", "")
         rows.append(row + ([f"{one:,}" if one else "" for one in counts] if sizes else []))
     groups = names("model", *(["what it is"] if has_about else []), "keys that differ")

@@ -68,9 +68,8 @@ class Table:
             for group in self.groups:
                 parts = row[start : start + len(group.parts)]
                 start += len(group.parts)
-                texts = [
-                    text.format(part) if part else "" for text, part in zip(_FOLDS[group.fold], parts, strict=True)
-                ]
+                folds = zip(_FOLDS[group.fold], parts, strict=True)
+                texts = [text.format(part) if part else "" for text, part in folds]
                 has_verdict = group.fold in ("judged", "valued", "verdict")
                 cells.append(("".join(texts[:-1]), texts[-1]) if has_verdict else ("".join(texts), ""))
             rows.append(cells)
@@ -110,10 +109,8 @@ class Table:
     def latex(self) -> str:
         """Return the table as LaTeX for the package booktabs, with its cells folded and its notes as comments."""
         columns = "".join("r" if group.numeric else "l" for group in self.groups)
-        header, *rows = [
-            " & ".join(cell.translate(_LATEX) for cell in row) + r" \\"
-            for row in ([group.title for group in self.groups], *self.folded())
-        ]
+        cells = ([group.title for group in self.groups], *self.folded())
+        header, *rows = [" & ".join(cell.translate(_LATEX) for cell in row) + r" \\" for row in cells]
         notes = [f"% {note}" for note in self.notes]
         top, bottom = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}"]
         return printable("\n".join([*notes, *top, header, r"\midrule", *rows, *bottom]) + "\n")

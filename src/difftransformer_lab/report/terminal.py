@@ -57,10 +57,8 @@ def terminal_table(table: Table, width: int) -> RichTable | Group:
         return _stacked(plain)
     made = []
     for place, part in enumerate(parts):
-        groups, cells = (
-            tuple(plain.groups[column] for column in part),
-            [[row[column] for column in part] for row in rows],
-        )
+        groups = tuple(plain.groups[column] for column in part)
+        cells = [[row[column] for column in part] for row in rows]
         title, notes = plain.title if place == 0 else "", plain.notes if place == len(parts) - 1 else []
         one = replace(plain, title=title, groups=groups, rows=cells, notes=notes)
         made.append(_in_rows(one, [widths[column] for column in part], width))

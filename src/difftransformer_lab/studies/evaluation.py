@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,12 +32,11 @@ def draw_tasks(recipe: Recipe, shards: Shards) -> dict[str, Task]:
         ConfigError: options that the task does not take, or that cannot be met.
         DataError: text or data that cannot be read, or is too short.
     """
-    validation_rows(
-        shards, recipe.training.context_tokens, recipe.training.validation_windows
-    )  # training asks for these
+    training = recipe.training
+    validation_rows(shards, training.context_tokens, training.validation_windows)  # training asks for these
     context = TaskContext(
         tokenizer=shards.tokenizer,
-        context_tokens=recipe.training.context_tokens,
+        context_tokens=training.context_tokens,
         longest=recipe.model_config(vocab_size=shards.tokenizer.vocab_size).max_position_embeddings,
         validation=lambda: shards.tokens("validation"),
         data=lambda: recipe.data,
@@ -129,9 +129,8 @@ class EvaluateCheckpoints(Callback):
         checkpoint = folder_of_step(trainer.folder, trainer.step)
         folder, group = evaluations_folder(checkpoint), trainer.processes
         with torch.random.fork_rng():
-            results = evaluate_checkpoint(
-                checkpoint, self._recipe, self._shards, folder, device=group.device, processes=group
-            )
+            how: dict[str, Any] = {"device": group.device, "processes": group}
+            results = evaluate_checkpoint(checkpoint, self._recipe, self._shards, folder, **how)
         figures = {
             "/".join((name, measured.name, *(f"{key} {value}" for key, value in measured.at.items()))): measured.value
             for name, result in results.items()

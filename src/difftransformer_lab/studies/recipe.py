@@ -224,9 +224,8 @@ class Recipe:
         elsewhere = ("hf:", "hf-stream:", "ids:", PREFIX)
         local = [(key, value) for key, value in named if not value.startswith(elsewhere)]
         made = ("bpe", "byte", STDLIB)
-        return [
-            f"{key}: {value} does not exist" for key, value in local if value not in made and not Path(value).exists()
-        ]
+        files = [(key, value) for key, value in local if value not in made]
+        return [f"{key}: {value} does not exist" for key, value in files if not Path(value).exists()]
 
     def _start_config(self, context: int) -> DiffTransformerConfig:
         folder = Path(str(self.start_from))

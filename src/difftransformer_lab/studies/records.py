@@ -200,9 +200,8 @@ def run_figures(task: str, result: TaskResult) -> Iterator[RunFigure]:
     for row in result.measurements:
         is_short = len(row.at) <= MOST_PLACES and not re.search("depth|head|layer", " ".join(row.at))
         if row in leading or (is_short and (not row.detail or row.name == "nll by position")):
-            yield RunFigure(
-                task=task, name=row.name, unit=row.unit, better=row.better, at=row.at, value=row.value, n=row.n
-            )
+            same = {name: getattr(row, name) for name in ("name", "unit", "better", "at", "value", "n")}
+            yield RunFigure(task=task, **same)
 
 
 def _training_figures(steps: Sequence[StepMetrics]) -> list[RunFigure]:

@@ -196,9 +196,8 @@ def main(arguments: list[str]) -> int:
                 share_stable_part(folder, recipe)
                 train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
             newest = checkpoints(folder)[-1]
-            evaluate_checkpoint(
-                newest, recipe, shards, evaluations_folder(newest), wait=True, device=device
-            )  # for `eval RUN`
+            out = evaluations_folder(newest)  # for `eval RUN`
+            evaluate_checkpoint(newest, recipe, shards, out, wait=True, device=device)
     except Interrupted as stopped:
         sys.stderr.write(f"{stopped}\n")
         return EXIT_INTERRUPTED

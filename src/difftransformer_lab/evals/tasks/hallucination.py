@@ -192,10 +192,8 @@ class HallucinationTask(Task):
         if verdicts and not any(verdicts):
             raise EvaluationError(f"{self.chosen_judge.name} judged nothing: {reasons[0]}; every answer is saved")
         if left := verdicts.count(None):
-            self.choices = [
-                *self.choices,
-                f"{left} of {len(cases)} answers have no verdict and are left out of the accuracy: {'; '.join(reasons)}.",
-            ]
+            without = f"{left} of {len(cases)} answers have no verdict and are left out of the accuracy"
+            self.choices = [*self.choices, f"{without}: {'; '.join(reasons)}."]
         given = iter(verdicts)
         return [(case, next(given) if case.answer else None) for case in cases]
 
@@ -241,10 +239,10 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     """Draw the share of faithful answers in each set (arXiv:2410.05258 Table 4), a bar for each model."""
     figure = accuracy_bars(results, "answers without hallucination (share)")
     judges = list(dict.fromkeys(str(result.options["judge"]) for result in results))
-    words = (
-        f"Judge: {judges[0]}" if len(judges) == 1 else f"Different judges, which do not compare: {', '.join(judges)}"
+    which = "Judge" if len(judges) == 1 else "Different judges, which do not compare"
+    caption = (
+        f"Share of answers that keep to their document, with {share_intervals(results)}. {which}: {', '.join(judges)}."
     )
-    caption = f"Share of answers that keep to their document, with {share_intervals(results)}. {words}."
     for result, label in zip(results, labels(results), strict=True):
         if left := sum(row.value for row in select(result, "unjudged")):
             caption += f" {label}: {left:.0f} answers have no verdict and are left out."

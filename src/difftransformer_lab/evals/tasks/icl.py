@@ -100,8 +100,9 @@ class ShotsTask(Task):
             measurements.append(accuracy(right, at))
             items += item_scores(f"accuracy, {at['demonstrations']} demonstrations", right)
             if self.draws > 1:
+                draws = enumerate(right)
                 measurements += details(
-                    proportion("accuracy of a draw", marks, at | {"draw": draw}) for draw, marks in enumerate(right)
+                    proportion("accuracy of a draw", marks, at | {"draw": draw}) for draw, marks in draws
                 )
             lengths = [float(len(request.prompt)) for request in self.requests[asked]]
             measurements.append(mean("prompt", "tokens", lengths, at))
@@ -110,10 +111,8 @@ class ShotsTask(Task):
 
 def right_passes(answers: Sequence[int], labels: Sequence[str], items: Sequence[Example]) -> list[list[bool]]:
     """Return which answers are right, in a list for each pass through the items."""
-    return [
-        [labels[answer] == item.label for answer, item in zip(passed, items, strict=True)]
-        for passed in (answers[begin : begin + len(items)] for begin in range(0, len(answers), len(items)))
-    ]
+    passes = (answers[begin : begin + len(items)] for begin in range(0, len(answers), len(items)))
+    return [[labels[answer] == item.label for answer, item in zip(one, items, strict=True)] for one in passes]
 
 
 def accuracy(right: Sequence[Sequence[bool]], at: dict[str, Any], *, name: str = "accuracy") -> Measurement:

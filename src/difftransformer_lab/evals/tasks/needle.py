@@ -88,12 +88,10 @@ class NeedleTask(Task):
             for number, question in enumerate(questions):
                 document = ", ".join([f"N={needles} R={asked}", *own, f"document {number}"])
                 for prompt, answer, ids in zip(question.prompts, question.answers, question.answer_ids, strict=True):
-                    # A chat model may begin its answer with any words.
-                    self.requests.append(
-                        Continuation(tuple(prompt), tokens)
-                        if self._frame
-                        else ScoredContinuation(tuple(prompt), tokens, right=tuple(ids))
-                    )
+                    request: Continuation = ScoredContinuation(tuple(prompt), tokens, right=tuple(ids))
+                    if self._frame:  # a chat model may begin its answer with any words
+                        request = Continuation(tuple(prompt), tokens)
+                    self.requests.append(request)
                     self._trials.append((at, document, answer))
 
     def _questions(
@@ -205,9 +203,8 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
             ax.spines[:].set_visible(False)
             ax.tick_params(length=0)
         line[0].set_ylabel("depth of the answer")
-    figure.supxlabel(
-        "length (tokens)" if by_length else "needles hidden, and how many of them are asked for", fontsize=9.5
-    )
+    x_label = "length (tokens)" if by_length else "needles hidden, and how many of them are asked for"
+    figure.supxlabel(x_label, fontsize=9.5)
     bar = figure.colorbar(image, ax=list(axes.flat), label="accuracy", fraction=0.03, pad=0.03, aspect=30)
     counts = sorted({row.at["needles"] for row in shown} - {1})
     for count in counts:

@@ -5,7 +5,7 @@ This is arXiv:2410.05258 section 3.7, Figure 8.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
@@ -115,9 +115,8 @@ class QuantizedTask(Task):
         self.settings += [(bits, name) for name in options.granularity for bits in options.bits if bits < 16]
         self.granularities = list(options.granularity)
         self.requests = [
-            Quantized(request, bits, name, options.weights, options.activations)
-            for bits, name in self.settings
-            for request in self.task.requests
+            Quantized(request, *setting, options.weights, options.activations)
+            for setting, request in product(self.settings, self.task.requests)
         ]
 
     def scored_by(self) -> Any:

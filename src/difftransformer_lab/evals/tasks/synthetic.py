@@ -127,12 +127,10 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     def name(row: Measurement) -> str:
         return _words({key: row.at[key] for key in keys if key in row.at}).replace(", ", "\n") or "accuracy"
 
-    figure = bars(
-        results,
-        list(dict.fromkeys(map(name, rows))),
-        lambda result, group: [row for row in select(result, "accuracy") if row.at and name(row) == group],
-        form=".2f",
-    )
+    def find(result: TaskResult, group: str) -> list[Measurement]:
+        return [row for row in select(result, "accuracy") if row.at and name(row) == group]
+
+    figure = bars(results, list(dict.fromkeys(map(name, rows))), find, form=".2f")
     figure.axes[0].set(ylim=(0, 1.08), ylabel="accuracy")
     examples = " and ".join(sorted({f"{result.data.requests:,}" for result in results}))
     caption = f"Share of right answers in {examples} held-out examples of {results[0].data.name}; black lines: 95 % intervals."
