@@ -11,7 +11,7 @@ from difftransformer_lab.report.answers import decimals, interval_words, progres
 from difftransformer_lab.report.bench import DIFFLLAMAS, MEAN, bench_tables, cells, ratio
 from difftransformer_lab.report.comparisons import row_of
 from difftransformer_lab.report.study_tables import MARK, NOT_REACHED, is_marked, mark_words, upcycling_table
-from difftransformer_lab.report.tables import Group, Table, fixed
+from difftransformer_lab.report.tables import Group, Table, fixed, names
 from difftransformer_lab.results import Bench, BenchRow, read_document, read_result
 
 DOCS = Path(__file__).parent
@@ -67,7 +67,7 @@ def together(results: Mapping[str, Bench], table: Callable[[Bench], Table]) -> s
     rows = [[title if place == 0 else "", *row] for title, one in tables.items() for place, row in enumerate(one.rows)]
     notes = list(dict.fromkeys(note for one in tables.values() for note in one.notes))
     first = next(iter(tables.values()))
-    return replace(first, groups=(*columns("processor"), *first.groups), rows=rows, notes=notes).markdown()
+    return replace(first, groups=(*names("processor"), *first.groups), rows=rows, notes=notes).markdown()
 
 
 def bench(name: str) -> Bench:
@@ -126,7 +126,7 @@ def peaked_ratios(result: Bench) -> Table:
         found = cells(row for row in timed if (row.dtype, row.work) == (dtype, work)).values()
         rows.append([f"{dtype} {work}", *(f"{ratio(cell, 'diff cpu', ('torch sdpa',)):.2f}" for cell in found)])
     factors = dict.fromkeys(f"{row.shape.get('score_factor', 1):g}" for row in timed)
-    groups = (*columns(""), *(Group(factor) for factor in factors))
+    groups = (*names(""), *(Group(factor) for factor in factors))
     return Table("peaked", "Peaked scores", groups, rows)
 
 
@@ -314,12 +314,12 @@ def choice_tables(timed: Bench, upcycled: Studied, studies: Sequence[Studied]) -
     ]
     change = "upcycled: loss minus the unconverted model's, nats/token"
     tables = [
-        Table("times", "Times", columns("`attention_type`", *works), times, time_notes),
-        Table("quality", "Quality", columns("`attention_type`", *quality, change), qualities, notes),
+        Table("times", "Times", names("`attention_type`", *works), times, time_notes),
+        Table("quality", "Quality", names("`attention_type`", *quality, change), qualities, notes),
     ]
     if recalled:
         titles = ("`attention_type`", *(f"associative recall: {label}" for label in recall))
-        tables.append(Table("recall", "Recall", columns(*titles), recalls, studied_notes(recalled)))
+        tables.append(Table("recall", "Recall", names(*titles), recalls, studied_notes(recalled)))
     return "\n".join(table.markdown() for table in tables)
 
 
@@ -334,11 +334,6 @@ def studied_notes(study: Studied | None, units: str = "") -> list[str]:
         f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds{means}. {units}".rstrip(),
         mark_words(study.evidence),
     ]
-
-
-def columns(*titles: str) -> tuple[Group, ...]:
-    """Return columns of words."""
-    return tuple(Group(title, numeric=False) for title in titles)
 
 
 def span(timings: Sequence[BenchRow], kind: str, work: str) -> str:
