@@ -13,16 +13,6 @@ _WARM_UP_SHARE = 0.15
 """Losses of this first part of training may lie above the drawn range, so that the rest can be told apart."""
 
 
-@dataclass(frozen=True)
-class Band:
-    """A curve over x: the mean over seeds, and the smallest and largest seed."""
-
-    x: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pooled(TaskResult):
     """A model's results over seeds as one result; `seeds` holds them one by one."""
@@ -95,12 +85,10 @@ def common_values(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps, dtype=np.float64), values.reshape(len(tables), len(steps))
 
 
-def band(curves: Sequence[Curve]) -> Band | None:
-    """Return mean, smallest and largest over seeds at the steps that all seeds have; None where there are none."""
+def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return steps that all seeds have, and mean, smallest and largest over seeds there; None where there are none."""
     steps, values = common_values(curves)
-    if steps.size == 0:
-        return None
-    return Band(x=steps, mean=values.mean(0), low=values.min(0), high=values.max(0))
+    return (steps, values.mean(0), values.min(0), values.max(0)) if steps.size else None
 
 
 def settled(lines: Sequence[tuple[np.ndarray, np.ndarray]], last: float) -> list[float]:

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..plots import seeds
 from ..plots.style import COLOURS, REFERENCE_COLOUR, STYLE, Drawing, arm_styles, finish, legend_above, panels
-from ..results import Curve, PairedDifference, StudyFigure
+from ..results import PairedDifference, StudyFigure
 from ..statistics import paired_difference
 from .comparisons import Compared, paired_seeds, row_of
 from .contrasts import DECIDED, Finding
@@ -219,15 +219,14 @@ def draw_losses(evidence: Evidence) -> Drawing | None:
     height = 0.5 + 2.1 * lines if lines > 1 else 3.2
     canvas, grid = panels(height, lines, columns, sharex=True, sharey=True)
     for ax, arm in zip(_used(grid, len(arms)), arms, strict=True):
-        for name in (reference, arm.name):
-            for curve, width, alpha in ((TRAINING, 0.8, 0.6), (HELD_OUT, 1.6, None)):
-                band = _band(evidence, name, point, curve)
-                if band:
-                    colour = styles[name]["color"]
-                    ax.plot(band.x, band.mean, color=colour, linewidth=width, alpha=alpha)
-                    drawn.append((band.x, band.mean))
-                    if curve == HELD_OUT:
-                        ax.fill_between(band.x, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
+        looks = ((TRAINING, 0.8, 0.6), (HELD_OUT, 1.6, None))
+        for name, (curve, width, alpha) in product((reference, arm.name), looks):
+            if band := _band(evidence, name, point, curve):
+                (x, mean, low, high), colour = band, styles[name]["color"]
+                ax.plot(x, mean, color=colour, linewidth=width, alpha=alpha)
+                drawn.append((x, mean))
+                if curve == HELD_OUT:
+                    ax.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
         ax.set_title(arm.label, loc="left", fontsize=9.5)
         ax.locator_params(axis="x", nbins=4)
     last = max(float(x[-1]) for x, _ in drawn)
@@ -400,9 +399,8 @@ def _handles(evidence: Evidence, styles: Styles) -> list[Line2D]:
     return [Line2D([], [], **styles[arm.name], markersize=5, label=arm.label) for arm in evidence.index.arms]
 
 
-def _band(evidence: Evidence, arm: str, point: Point, name: str) -> seeds.Band | None:
-    curves: list[Curve] = [run.curves[name] for run in evidence.at(arm, point).values() if name in run.curves]
-    return seeds.band(curves) if curves else None
+def _band(evidence: Evidence, arm: str, point: Point, name: str) -> tuple[np.ndarray, ...] | None:
+    return seeds.band([run.curves[name] for run in evidence.at(arm, point).values() if name in run.curves])
 
 
 def _lambda_table(evidence: Evidence, arm: str, point: Point) -> tuple[np.ndarray, np.ndarray] | None:

@@ -214,8 +214,9 @@ class Study:
 
     def _headlines(self, members: Sequence[StudyMember]) -> list[StudyFigure]:
         """Return the headline figures of the tasks, from the first record that is there."""
-        files = [self.index_file.parent / member.file for member in members[:1]]
-        return [one for file in files for one in headline_figures(read_result(file, RunRecord).evaluations)]
+        if not members:
+            return []
+        return headline_figures(read_result(self.index_file.parent / members[0].file, RunRecord).evaluations)
 
     def train(self, folder: Path, *, at_once: int, device: str = "cpu") -> StudyIndex:
         """Train and evaluate every run that is missing, watched by `jobs.watched_by`; each leaves its record when it ends.
