@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from difftransformer.errors import ConfigError
+from difftransformer.errors import ConfigError, DataError
 from difftransformer.reading import LARGEST_INT
 from difftransformer.typed import short
 
@@ -73,6 +73,16 @@ def check_device(device: str) -> None:
         if torch.cuda.is_available():
             return
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
+
+
+def check_text(text: str, where: str = "the prompt") -> None:
+    """Check that a text says something, in Unicode; `where` says where it is from."""
+    if not text.strip():
+        raise ConfigError(f"{where} is empty; give a text")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: not UTF-8; convert it") from None
 
 
 class Parser(ArgumentParser):

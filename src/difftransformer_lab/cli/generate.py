@@ -10,7 +10,7 @@ from difftransformer.sources import check_model, shipped_models
 from difftransformer.typed import WeightsDtype
 
 from ..printable import printable
-from .arguments import check_device, check_positive
+from .arguments import check_device, check_positive, check_text
 from .console import complain, show
 
 MOST_BEAMS = 1024
@@ -129,10 +129,5 @@ def _prompt(prompt: str | None, prompt_file: str | None, example: str) -> str:
         except UnicodeDecodeError as error:
             raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
         prompt = prompt.removesuffix("\n")
-    if not prompt.strip():
-        raise ConfigError(f"{where} is empty; give a text to continue")
-    try:
-        prompt.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(f"{where}: not UTF-8; convert it") from None
+    check_text(prompt, where)
     return prompt

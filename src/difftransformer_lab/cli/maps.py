@@ -4,11 +4,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from difftransformer.errors import ConfigError, DataError
 from difftransformer.sources import check_model
 from difftransformer.typed import WeightsDtype
 
-from .arguments import check_device, check_positive
+from .arguments import check_device, check_positive, check_text
 from .console import log, show
 
 ARGUMENTS = {"prompt": {"nargs": "?", "help": "The text. Defaults to one in which a number must be found."}}
@@ -37,7 +36,7 @@ def run(
     check_positive(tokens=tokens)
     check_device(device)
     if prompt is not None:
-        _check_text(prompt)
+        check_text(prompt)
     names = [name for name in (model, beside) if name is not None]
     for name in names:
         check_model(name)
@@ -57,12 +56,3 @@ def run(
     log(f"{len(page.html) / 1e6:.2f} MB")
     show(f"{path}: open it in a browser")
     return 0
-
-
-def _check_text(prompt: str) -> None:
-    if not prompt:
-        raise ConfigError("the prompt is empty; give a text")
-    try:
-        prompt.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError("the prompt: not UTF-8; convert it") from None
