@@ -222,7 +222,8 @@ def inline_svg(drawing: Drawing) -> str:
 
     They have no XML header and unique ids; colours of lines and words follow the page, which is light or dark.
     """
-    return "\n".join(_inline(getattr(drawing, kind), kind, drawing.name) for kind in ("svg", "narrow"))
+    kinds = {"wide": (drawing.svg, ""), "narrow": (drawing.narrow, "narrow-")}
+    return "\n".join(_inline(svg, shown, drawing.name, prefix) for shown, (svg, prefix) in kinds.items())
 
 
 def colours_of_pages() -> str:
@@ -230,15 +231,11 @@ def colours_of_pages() -> str:
     return " ".join(f"--f{light[1:]}: light-dark({light}, {dark});" for light, dark in _ON_DARK_PAGES.items())
 
 
-def _inline(svg: str, kind: str, name: str) -> str:
+def _inline(svg: str, shown: str, name: str, prefix: str) -> str:
     body = svg[svg.index("<svg") :]
-    prefix = f"{name}-" if kind == "svg" else f"{name}-{kind}-"
-    body = re.sub(r'\bid="', f'id="{prefix}', body)
-    body = re.sub(r'href="#', f'href="#{prefix}', body)
-    body = re.sub(r"url\(#", f"url(#{prefix}", body)
+    body = re.sub(r'\bid="|href="#|url\(#', lambda match: f"{match[0]}{name}-{prefix}", body)
     known = "|".join(_ON_DARK_PAGES)
     body = re.sub(f"(?<=: )({known})", lambda match: f"var(--f{match[1][1:]})", body)
-    shown = "wide" if kind == "svg" else "narrow"
     label = f'class="{shown}" role="img" aria-labelledby="figure-{name}"'
     tag, _, rest = body.partition(">")
     unsized = re.sub(r'\b(?:width|height)="[^"]*" ?', "", tag).strip()

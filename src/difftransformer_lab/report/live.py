@@ -93,8 +93,7 @@ def _svg(lines: Mapping[str, list[tuple[float, float]]], width: int) -> str:
     low, high = min(settled), max(settled)
     room = (high - low) or 1.0
     parts = []
-    for place in range(5):
-        loss = low + room * place / 4
+    for loss in (low + room * place / 4 for place in range(5)):
         y = _y(loss, low, room)
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{width}" style="stroke: #e3e3e3; fill: none"/>')
         parts.append(_text(_LEFT - 6, y + 4, f"{loss:.2f}", "end"))

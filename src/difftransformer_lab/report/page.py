@@ -288,12 +288,9 @@ def task_section(
 def _choices(results: Sequence[TaskResult]) -> list[str]:
     """Return the choices of all models, and then those that differ, such as the token that separates documents."""
     shared = [choice for choice in results[0].choices if all(choice in result.choices for result in results)]
-    return shared + [
-        f"{name}: {choice}"
-        for name, result in zip(labels(results), results, strict=True)
-        for choice in result.choices
-        if choice not in shared
-    ]
+    named = zip(labels(results), results, strict=True)
+    every = [(name, choice) for name, result in named for choice in result.choices]
+    return shared + [f"{name}: {choice}" for name, choice in every if choice not in shared]
 
 
 def _or_gap(gaps: list[str], what: str, make: Callable[[], T]) -> T | None:

@@ -134,15 +134,16 @@ def chance(classes: int) -> Measurement:
     return single("chance", "share", 1 / classes, classes, {})
 
 
-def _sizes(
-    options: Options, draws: Sequence[Sequence[Sequence[Example]]], form: PromptForm, room: int, context_tokens: int
-) -> list[dict[str, int]]:
+Draws = Sequence[Sequence[Sequence[Example]]]
+"""Rounds of demonstrations, one of each class, in every draw."""
+
+
+def _sizes(options: Options, draws: Draws, form: PromptForm, room: int, context_tokens: int) -> list[dict[str, int]]:
     """Return the numbers of demonstrations: per class, if requested so, and in total."""
     totals = [0, *accumulate(map(len, draws[0]))]  # for each number of shots; the same in every draw
     if options.demonstrations is not None:
-        most = _fitting(form, draws, room, max(options.demonstrations))
-        for count in options.demonstrations:
-            _check(f"demonstrations={count}", count, totals, most, context_tokens)
+        count = max(options.demonstrations)
+        _fitting(form, draws, room, context_tokens, f"demonstrations={count}", count, count)
         return [{"demonstrations": count} for count in options.demonstrations]
     shots = options.shots
     most = fitting_shots(form, draws, room, context_tokens, None if shots is None else max(shots))
@@ -151,13 +152,7 @@ def _sizes(
     return [{"shots": count, "demonstrations": totals[count]} for count in shots]
 
 
-def fitting_shots(
-    form: PromptForm,
-    draws: Sequence[Sequence[Sequence[Example]]],
-    room: int,
-    context_tokens: int,
-    wanted: int | None = None,
-) -> int:
+def fitting_shots(form: PromptForm, draws: Draws, room: int, context_tokens: int, wanted: int | None = None) -> int:
     """Return how many demonstrations of each class fit into `room` tokens in every draw.
 
     At least `wanted` of them must fit, and no more are counted; None requires one.
@@ -170,29 +165,26 @@ def fitting_shots(
         raise EvaluationError(
             f"shots={wanted}: the largest class has {len(totals) - 1} training examples; ask for at most this number"
         )
-    most = _fitting(form, draws, room, totals[-1 if wanted is None else wanted])
-    _check(f"shots={wanted or 1}", totals[wanted or 1], totals, most, context_tokens)
-    return _whole_rounds(totals, most)
+    enough, asked = totals[-1 if wanted is None else wanted], wanted or 1
+    most = _fitting(form, draws, room, context_tokens, f"shots={asked}", totals[asked], enough)
+    return _whole_rounds(draws, most)
 
 
-def _whole_rounds(totals: Sequence[int], most: int) -> int:
-    return max((shots for shots, total in enumerate(totals) if total <= most), default=0)
+def _whole_rounds(draws: Draws, most: int) -> int:
+    return sum(total <= most for total in accumulate(map(len, draws[0])))
 
 
-def _fitting(form: PromptForm, draws: Sequence[Sequence[Sequence[Example]]], room: int, enough: int) -> int:
-    """Return how many of the first demonstrations fit into `room` tokens; -1 if not even a question without any fits."""
+def _fitting(form: PromptForm, draws: Draws, room: int, context_tokens: int, what: str, count: int, enough: int) -> int:
+    """Return how many of the first `enough` demonstrations fit into `room` tokens, if `count` do."""
 
     def fitting(rounds: Sequence[Sequence[Example]]) -> int:
         used = islice(accumulate(form.lengths(chain.from_iterable(rounds))), enough + 1)
         return sum(1 for _ in takewhile(lambda tokens: tokens <= room, used)) - 1
 
-    return min(map(fitting, draws))
-
-
-def _check(what: str, count: int, totals: Sequence[int], most: int, context_tokens: int) -> None:
-    if count > totals[-1]:
-        raise EvaluationError(f"{what}: there are {totals[-1]} training examples; ask for at most this number")
-    if most < 0:
+    there, most = sum(map(len, draws[0])), min(map(fitting, draws))
+    if count > there:
+        raise EvaluationError(f"{what}: there are {there} training examples; ask for at most this number")
+    if most < 0:  # not even a question without any
         raise EvaluationError(
             f"the longest test item with its answer takes more than the model's context of {context_tokens} tokens, even "
             "without demonstrations; take a model with a longer context, or shorter texts"
@@ -200,9 +192,10 @@ def _check(what: str, count: int, totals: Sequence[int], most: int, context_toke
     if count > most:
         raise EvaluationError(
             f"{what}: the prompt does not fit into the model's context of {context_tokens} tokens; at most {most} "
-            f"demonstrations do, {_whole_rounds(totals, most)} of each class; ask for fewer (--shots per class, or "
+            f"demonstrations do, {_whole_rounds(draws, most)} of each class; ask for fewer (--shots per class, or "
             "--demonstrations in total)"
         )
+    return most
 
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
