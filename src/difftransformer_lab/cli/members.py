@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from difftransformer.errors import (
@@ -38,7 +37,7 @@ def run_together(
         run: The command; it gets this process among the others and returns the exit status. Only the first process prints.
         device: cpu or cuda.
         count: Number of processes of this machine; None takes those that there are.
-        check: Raises for bad input, before processes start or go on.
+        check: Raises for bad input, before processes start or go on. That, as a wrong device or count, is said once.
     """
     check_positive(processes=count)
     if not started_by_torchrun():
@@ -46,24 +45,6 @@ def run_together(
         if (count or 1) > 1:
             check_device(device)
             return launch(count or 1, sys.argv[1:])
-    with members(device, count) as processes:
-        if processes.count > 1:
-            with processes.fail_together():
-                check()
-        before, console.quiet = console.quiet, not processes.is_first
-        try:
-            return run(processes)
-        except KeyboardInterrupt:
-            if processes.is_first:
-                raise
-            return EXIT_INTERRUPTED
-        finally:
-            console.quiet = before
-
-
-@contextmanager
-def members(device: str, count: int | None) -> "Iterator[Processes]":
-    """Join this command's process group. An invalid device or count is reported once."""
     from difftransformer.train.parallel import joined
 
     if count not in (None, started := world_size()):
@@ -75,7 +56,17 @@ def members(device: str, count: int | None) -> "Iterator[Processes]":
     with joined(device) as processes:
         with processes.fail_together():
             check_device(device)
-        yield processes
+            if processes.count > 1:
+                check()
+        before, console.quiet = console.quiet, not processes.is_first
+        try:
+            return run(processes)
+        except KeyboardInterrupt:
+            if processes.is_first:
+                raise
+            return EXIT_INTERRUPTED
+        finally:
+            console.quiet = before
 
 
 def launch(count: int, words: list[str]) -> int:

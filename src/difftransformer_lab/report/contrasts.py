@@ -95,12 +95,14 @@ class Registration:
     """Whether a plan was committed before every run that its contrasts use.
 
     Attributes:
-        is_registered: Whether it was.
-        why_not: Why not, in a sentence; it names the first run that is older.
+        why_not: Why it was not, in a sentence, which names the first run that is older; empty if it was.
     """
 
-    is_registered: bool
     why_not: str = ""
+
+    @property
+    def is_registered(self) -> bool:
+        return not self.why_not
 
     @property
     def words(self) -> str:
@@ -123,19 +125,16 @@ def registration(evidence: Evidence, tested: list[Finding]) -> Registration:
     plan = evidence.index.plan
     assert plan is not None
     if not plan.commit or not plan.committed:
-        return Registration(is_registered=False, why_not=f"{plan.file} is in no commit with this content.")
+        return Registration(why_not=f"{plan.file} is in no commit with this content.")
     committed = _time(plan.committed)
     runs = dict(pair for one in tested for pair in _used(evidence, one))
     used = {file: _time(run.created) - timedelta(seconds=run.total_seconds) for file, run in runs.items()}
     older = [(began, file) for file, began in used.items() if began <= committed]
     if not older:
-        return Registration(is_registered=True)
+        return Registration()
     began, file = min(older)
-    why = (
-        f"{file} began on {date_words(began)} UTC, and the plan's commit is of {date_words(committed)} UTC; {len(older)} "
-        f"of the {len(used)} runs are older than it."
-    )
-    return Registration(is_registered=False, why_not=why)
+    dates = f"{file} began on {date_words(began)} UTC, and the plan's commit is of {date_words(committed)} UTC"
+    return Registration(why_not=f"{dates}; {len(older)} of the {len(used)} runs are older than it.")
 
 
 def _in_sequence(evidence: Evidence, contrasts: list[Contrast]) -> list[Finding]:
