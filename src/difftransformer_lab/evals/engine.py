@@ -5,18 +5,17 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftransformer.errors import CheckpointError, EvaluationError
-from difftransformer.jsonl import DamagedLine
+from difftransformer.jsonl import DamagedLine, RowWriter, read_rows
 from difftransformer.progress import report
 
 from ..results import Grid, ItemScore, Measurement
-from .journal import Journal, OtherHeader
 from .requests import Answers, LanguageModel, plain_sha256, requests_sha256
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def run_task(
         raise EvaluationError(f"{task.data_name}: nothing to ask; give more data")
     costs = [request.shown_tokens for request in task.requests]
     broadcast = (lambda make: make()) if processes is None else processes.broadcast
-    kept: list[Journal] = []
+    kept: list[RowWriter] = []
 
     def known_answers() -> dict[int, Any]:
         answers: dict[int, Any] = {}
@@ -143,13 +142,13 @@ def run_task(
     watched = getattr(model, "watched", lambda tell: nullcontext())
     with ExitStack() as opened:
         for file in kept:
-            opened.enter_context(file)
+            opened.enter_context(closing(file))
         opened.enter_context(watched(computed))
         divided = processes is not None and processes.count > 1 and not getattr(model, "is_divided", False)
         for index, answer in _in_turns(model, task, answers, processes if divided else None):
             answers[index] = answer
             for file in kept:
-                file.add({"request": index, "answer": answer})
+                file.write({"request": index, "answer": answer})
             done, ahead = done + costs[index], max(0.0, ahead - costs[index])
             shown = max(shown, done)
             report(shown, total)
@@ -198,32 +197,37 @@ def _in_turns(
                 processes.fail(failed)
 
 
-def _opened(journal: Path, answers: dict[int, Any], answers_of: str, replace_others: bool) -> Journal:
+def _opened(journal: Path, answers: dict[int, Any], answers_of: str, replace_others: bool) -> RowWriter:
     """Open a file of answers and read those that it has; see `run_task`."""
-
-    def take(row: Any) -> None:
-        answers[row["request"]] = row["answer"]
-
     header = {"answers_of": answers_of}
     try:
-        return Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS)
+        rows = list(read_rows(journal)) if journal.exists() else []
+        for line, (row, _) in enumerate(rows[1:], start=2):
+            if not row.keys() >= {"request", "answer"}:
+                raise DamagedLine(line)
     except DamagedLine as damage:
         raise CheckpointError(
             f"{journal}: line {damage.line} is damaged; delete {'the file' if damage.line == 1 else 'the line'} to ask "
             "again what it answered"
         ) from None
-    except OtherHeader:
+    if rows and rows[0][0] != header and (len(rows) > 1 or rows[0][0].keys() != header.keys()):
         if not replace_others:
             raise CheckpointError(
                 f"{journal}: holds answers of another model or to other questions; choose another --out, or delete the file"
-            ) from None
-        old = journal.replace(journal.with_name(f"{journal.name}.old"))
+            )
+        old, rows = journal.replace(journal.with_name(f"{journal.name}.old")), []
         logger.warning(
             "%s: holds answers of another model or to other questions; every question is asked again, and they are kept in %s",
             journal,
             old.name,
         )
-        return Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS)
+    answers |= {row["request"]: row["answer"] for row, _ in rows[1:]}
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    # A file without an answer begins again, so that a run that failed at once blocks no later one.
+    writer = RowWriter(journal, keep_bytes=rows[-1][1] if answers else 0, sync_seconds=_SYNC_SECONDS)
+    if not answers:
+        writer.write(header)
+    return writer
 
 
 def _defined(scores: Scores) -> Scores:

@@ -7,16 +7,15 @@ answer is judged only once, an interrupted run continues, and a person can read 
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from difftransformer.errors import CheckpointError
 from difftransformer.files import locked
-from difftransformer.jsonl import DamagedLine
+from difftransformer.jsonl import DamagedLine, RowWriter, read_rows
 from difftransformer.progress import report
-
-from ..journal import Journal
 
 _DOCUMENT_CHARACTERS = 400
 
@@ -80,28 +79,27 @@ def judge_all(judge: Judge, cases: Sequence[Case], file: Path) -> tuple[list[Jud
         CheckpointError: The file holds something else.
     """
     known: dict[str, Judgment] = {}
-
-    def take(row: Any) -> None:
-        faithful = {"faithful": True, "hallucinated": False}[row["verdict"]]
-        known[row["key"]] = Judgment(faithful=faithful, reasoning=row["reasoning"])
-
     reasons: list[str] = []
     with locked(file.parent, name=f".{file.name}.lock", wait=True):
         try:
-            journal = Journal(file, take)
+            there = list(read_rows(file)) if file.exists() else []
+            for line, (row, _) in enumerate(there, start=1):
+                if row.get("verdict") not in ("faithful", "hallucinated") or not row.keys() >= {"key", "reasoning"}:
+                    raise DamagedLine(line)
+                known[row["key"]] = Judgment(faithful=row["verdict"] == "faithful", reasoning=row["reasoning"])
         except DamagedLine as damage:
             raise CheckpointError(
                 f"{file}: line {damage.line} is not a judgment; choose another with --judgments"
             ) from None
         keys = [fingerprint(judge, case) for case in cases]
-        with journal:
+        with closing(RowWriter(file, keep_bytes=there[-1][1] if there else 0, sync_seconds=0.0)) as rows:
             for place, (key, case) in enumerate(zip(keys, cases, strict=True)):
                 report(place, len(cases), "judging")
                 if key in known:
                     continue
                 try:
                     known[key] = judge.judge(case)
-                    journal.add(_row(key, judge, case, known[key]))
+                    rows.write(_row(key, judge, case, known[key]))
                 except Unjudged as reason:
                     reasons.append(str(reason))
                 except OutOfBudget as reason:
