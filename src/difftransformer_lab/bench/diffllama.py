@@ -1,9 +1,5 @@
 """transformers' differential attention: DiffLlama's attention without its projections and its rotary embedding."""
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import DiffLlamaConfig
@@ -36,7 +32,9 @@ class DiffLlamaCore:
         config = DiffLlamaConfig(**sizes, rms_norm_eps=1e-5)
         config._attn_implementation = attn_implementation
         self.layer = modeling_diffllama.DiffLlamaAttention(config, layer_idx=0).to(query.device, query.dtype)
-        self.layer.q_proj, self.layer.k_proj, self.layer.v_proj = _Given(query), _Given(key), _Given(value)
+        for name, projected in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
+            delattr(self.layer, name)
+            setattr(self.layer, name, lambda _, projected=projected: projected)
         self.layer.o_proj = nn.Identity()
         self.hidden = query  # the layer reads only its leading dimensions
         # Their model makes the mask once for all layers, and makes none for SDPA.
@@ -52,26 +50,9 @@ class DiffLlamaCore:
 
     def __call__(self) -> Tensor:
         """Return (1 - lambda_init) RMSNorm((A1 - lambda A2) V), (B, T, 2 H D)."""
-        with _without_rotation():
+        rotate = modeling_diffllama.apply_rotary_pos_emb
+        modeling_diffllama.apply_rotary_pos_emb = lambda query, key, cos, sin: (query, key)
+        try:
             return self.layer(self.hidden, (None, None), attention_mask=self.mask)[0]
-
-
-class _Given(nn.Module):
-    """A projection that returns a given tensor."""
-
-    def __init__(self, projected: Tensor) -> None:
-        super().__init__()
-        self.projected = projected
-
-    def forward(self, _: Any) -> Tensor:
-        return self.projected
-
-
-@contextlib.contextmanager
-def _without_rotation() -> Iterator[None]:
-    rotate = modeling_diffllama.apply_rotary_pos_emb
-    modeling_diffllama.apply_rotary_pos_emb = lambda query, key, cos, sin: (query, key)
-    try:
-        yield
-    finally:
-        modeling_diffllama.apply_rotary_pos_emb = rotate
+        finally:
+            modeling_diffllama.apply_rotary_pos_emb = rotate

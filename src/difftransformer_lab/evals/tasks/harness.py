@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from difftransformer.data.records import errors_only, files_sha256
 from difftransformer.errors import ConfigError, DiffTransformerError, EvaluationError
@@ -280,14 +281,8 @@ def _items(results: dict[str, Any], shots: int | None, length: int | None = None
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Silence lm-eval's log of the defaults that it fills in, and its call of git in the working folder."""
-    from lm_eval import evaluator
-
-    ask, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, lambda: None
-    try:
-        with errors_only("lm_eval"):
-            yield
-    finally:
-        evaluator.get_git_commit_hash = ask
+    with patch("lm_eval.evaluator.get_git_commit_hash", lambda: None), errors_only("lm_eval"):
+        yield
 
 
 register(TaskKind(name="harness", doc=__doc__, options=Options, make=HarnessTask))
