@@ -1,10 +1,10 @@
 """How long a study takes: by the runs that this machine has made, by some steps of each kind, or by operations."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -28,6 +28,8 @@ MOST_SECONDS = 20.0
 """Steps that take longer by operations are not timed."""
 
 Basis = Literal["earlier runs", "some steps timed now", "operations"]
+BASES: tuple[Basis, ...] = get_args(Basis)
+"""From the most to the least reliable one."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,17 @@ def estimate(study: Study, *, at_once: int, threads: int, device: str = "cpu") -
     known = {(run.arm, place(run.point), run.seed) for run in looked_for}
     later = [run for run in study.design.reported() if (run.arm, place(run.point), run.seed) not in known]
     missing = [run for run, file in zip(looked_for, files, strict=True) if file is None] + later
-    here, clock = replace(environment(device), threads=threads), _Clock(study, device, bool(absent))
+    here, speed = replace(environment(device), threads=threads), functools.cache(partial(matmul_flops, device))
+    by_kind: dict[str, tuple[float, Basis]] = {}
+    seconds: list[float] = []
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        seconds = [study.store.seconds(run, here) or clock.seconds(run) for run in missing]
+        for run in missing:
+            recorded = study.store.seconds(run, here)
+            if recorded is None and run.kind not in by_kind:
+                by_kind[run.kind] = _by_operations(run, speed) if absent else _timed(study, run, device, speed)
+            seconds.append(by_kind[run.kind][0] if recorded is None else recorded)
     finally:
         torch.set_num_threads(before)
     longest = max(zip((run.title for run in missing), seconds, strict=True), key=lambda one: one[1], default=None)
@@ -77,7 +85,7 @@ def estimate(study: Study, *, at_once: int, threads: int, device: str = "cpu") -
         missing=len(missing),
         seconds=_scheduled(seconds, at_once),
         longest=longest,
-        basis=clock.basis,
+        basis=max((basis for _, basis in by_kind.values()), key=BASES.index, default="earlier runs"),
         absent=absent,
     )
 
@@ -90,54 +98,37 @@ def _scheduled(seconds: Sequence[float], at_once: int) -> float:
     return max(places)
 
 
-class _Clock:
-    """Times of kinds of runs that have no record."""
+def _timed(study: Study, run: PlannedRun, device: str, speed: Callable[[str], float]) -> tuple[float, Basis]:
+    """Time some steps of a run's model at each of its row lengths, and count its evaluations' tokens as forward passes."""
+    training, prepared = run.recipe.training, study.prepared(run)
+    config = prepared.recipe.model_config(vocab_size=prepared.shards.tokenizer.vocab_size)
+    if (by_operations := _by_operations(run, speed, config))[0] > START_SECONDS + training.steps * MOST_SECONDS:
+        return by_operations
+    model = build_model(config, 0).to(device)
+    keep_freed_memory()  # as runs do
+    tokens = training.batch_tokens // training.accumulation
+    works = {
+        str(length): training_work(model, tokens // length, length, training.precision)
+        for _, length in training.context_stages
+    }
+    timings = time_interleaved(works, rounds=3, device=device)
+    per_step = {name: training.accumulation * timing.median_seconds for name, timing in timings.items()}
+    ends = [first for first, _ in training.context_stages[1:]] + [training.steps]
+    steps = sum(
+        max(0, min(end, training.steps) - first) * per_step[str(length)]
+        for (first, length), end in zip(training.context_stages, ends, strict=True)
+    )
+    per_token = FORWARD_SHARE * per_step[str(training.context_tokens)] / training.batch_tokens
+    asked = sum(request.shown_tokens for task in prepared.tasks.values() for request in task.requests)
+    validations = training.steps / training.validate_every * training.validation_windows * training.context_tokens
+    return START_SECONDS + steps + per_token * (asked + validations), "some steps timed now"
 
-    def __init__(self, study: Study, device: str, is_without_data: bool) -> None:
-        self.study, self.device, self.is_without_data = study, device, is_without_data
-        self.basis: Basis = "earlier runs"
-        self._by_kind: dict[str, float] = {}
-        self._speed = functools.cache(partial(matmul_flops, device))
 
-    def seconds(self, run: PlannedRun) -> float:
-        if run.kind not in self._by_kind:
-            self._by_kind[run.kind] = self._timed(run)
-        return self._by_kind[run.kind]
-
-    def _timed(self, run: PlannedRun) -> float:
-        """Time some steps of a run's model at each of its row lengths, and count its evaluations' tokens as forward passes."""
-        training = run.recipe.training
-        if self.is_without_data:
-            config = run.recipe.planned_config()
-        else:
-            prepared = self.study.prepared(run)
-            config = prepared.recipe.model_config(vocab_size=prepared.shards.tokenizer.vocab_size)
-        step = self._seconds_by_operations(run, config)
-        if self.is_without_data or step > MOST_SECONDS:
-            self.basis = "operations"
-            return START_SECONDS + training.steps * step
-        if self.basis == "earlier runs":
-            self.basis = "some steps timed now"
-        model = build_model(config, 0).to(self.device)
-        keep_freed_memory()  # as runs do
-        tokens = training.batch_tokens // training.accumulation
-        works = {
-            str(length): training_work(model, tokens // length, length, training.precision)
-            for _, length in training.context_stages
-        }
-        timings = time_interleaved(works, rounds=3, device=self.device)
-        per_step = {name: training.accumulation * timing.median_seconds for name, timing in timings.items()}
-        ends = [first for first, _ in training.context_stages[1:]] + [training.steps]
-        steps = sum(
-            max(0, min(end, training.steps) - first) * per_step[str(length)]
-            for (first, length), end in zip(training.context_stages, ends, strict=True)
-        )
-        per_token = FORWARD_SHARE * per_step[str(training.context_tokens)] / training.batch_tokens
-        asked = sum(request.shown_tokens for task in prepared.tasks.values() for request in task.requests)
-        validations = training.steps / training.validate_every * training.validation_windows * training.context_tokens
-        return START_SECONDS + steps + per_token * (asked + validations)
-
-    def _seconds_by_operations(self, run: PlannedRun, config: DiffTransformerConfig) -> float:
-        training = run.recipe.training
-        per_token = count(config, context_tokens=training.context_tokens).train_flops_per_token
-        return per_token * training.batch_tokens / (MFU * self._speed(training.precision))
+def _by_operations(
+    run: PlannedRun, speed: Callable[[str], float], config: DiffTransformerConfig | None = None
+) -> tuple[float, Basis]:
+    """Return a run's time by its operations; without a configuration, by the one that needs no data."""
+    training = run.recipe.training
+    counts = count(config or run.recipe.planned_config(), context_tokens=training.context_tokens)
+    operations = counts.train_flops_per_token * training.batch_tokens * training.steps
+    return START_SECONDS + operations / (MFU * speed(training.precision)), "operations"
