@@ -84,6 +84,6 @@ def test_every_committed_record_is_found(path):
 
 
 def test_every_committed_record_is_read(caplog):
-    files = {path.resolve() for path in RunStore(RECORDS).files()}
+    files = {path.resolve() for path in RunStore(RECORDS)._found.values()}
     assert caplog.messages == []
     assert files == {path.resolve() for path in RECORDS.glob("*/runs/*.json")}

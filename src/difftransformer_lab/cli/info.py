@@ -73,7 +73,7 @@ def run(model: str, start: bool = False) -> int:
         tied = count(config).parameters
         untied = tied + config.vocab_size * config.hidden_size
         text = f"The paper states {stated / 1e9:.3g}B. This shape has {tied / 1e9:.2f}B with a tied embedding"
-        console.print(f"{text}, {untied / 1e9:.2f}B untied.", highlight=False)
+        show(f"{text}, {untied / 1e9:.2f}B untied.")
     return 0
 
 

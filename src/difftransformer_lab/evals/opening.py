@@ -21,11 +21,10 @@ from .models.causal import CausalLanguageModel
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """A language model that answers requests, its identity for results files, and its folder."""
+    """A language model that answers requests, and its identity for results files."""
 
     language_model: CausalLanguageModel
     identity: ModelIdentity
-    folder: Path
 
 
 @contextmanager
@@ -86,7 +85,7 @@ def open_language_model(
             sha256=folder_sha256(folder),
             kernels=IMPLEMENTATION if is_accelerated else str(network.config._attn_implementation),
         )
-        yield OpenedModel(language_model=language_model, identity=identity, folder=folder)
+        yield OpenedModel(language_model=language_model, identity=identity)
 
 
 def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:

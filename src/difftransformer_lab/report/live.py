@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -79,10 +80,8 @@ def _read(path: Path) -> list[dict[str, float]]:
     """Return the rows of a metrics file; its last line may be on its way."""
     rows = []
     for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
-        try:
+        with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return rows
 
 

@@ -92,9 +92,6 @@ class RunStore:
     def find(self, run: PlannedRun, data_sha256: str) -> Path | None:
         return self._found.get((run.identity, data_sha256))
 
-    def files(self) -> list[Path]:
-        return sorted(self._found.values())
-
     def data_of(self, run: PlannedRun) -> set[str]:
         asked = run.identity
         return {data for known, data in self._found if known == asked}
