@@ -24,7 +24,8 @@ MOST_SEEDS = 30
 
 def lead(study: Studied) -> Lead:
     evidence = study.evidence
-    drawing = study_figures.draw_contrasts(study) if evidence.index.plan else None
+    by_rate = study_figures.draw_transfer(evidence, study.rows)
+    drawing = study_figures.draw_contrasts(study) if evidence.index.plan else by_rate
     if study.scaling:
         drawing = study_figures.draw_scaling(evidence, study.scaling)
     deciding, command = what_would_decide(study)
