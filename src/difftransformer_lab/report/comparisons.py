@@ -91,13 +91,6 @@ def in_direction(values: Iterable[float], mean: float) -> int:
     return sum(value * mean > 0 or value == mean == 0 for value in values)
 
 
-def bounded(difference: PairedDifference, unit: str) -> PairedDifference:
-    """Return a difference with an interval that is no wider than the range of its measure."""
-    if unit != "share" or difference.low is None or difference.high is None:
-        return difference
-    return replace(difference, low=max(-1.0, difference.low), high=min(1.0, difference.high))
-
-
 def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyArm) -> Compared | None:
     reference = evidence.index.reference
     values = _values(evidence, figure, point, arm.name)
@@ -117,9 +110,11 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
     difference = paired_difference([values[seed] for seed in seeds], [others[seed] for seed in seeds])
     if len(seeds) == 1:
         difference = _over_items(evidence, figure, point, arm.name, seeds[0]) or difference
+    if figure.unit == "share" and difference.low is not None and difference.high is not None:
+        difference = replace(difference, low=max(-1.0, difference.low), high=min(1.0, difference.high))
     return replace(
         row,
-        difference=bounded(difference, figure.unit),
+        difference=difference,
         pairs=len(seeds),
         same_direction=in_direction([values[seed] - others[seed] for seed in seeds], difference.mean),
         is_censored=row.reached == 0 and _runs(evidence, figure, point, reference)[1] == 0,

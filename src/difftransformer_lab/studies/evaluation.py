@@ -1,6 +1,5 @@
 """The evaluations of a study: the recipe's tasks, asked of a run's checkpoint."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..evals.prompts.texts import TaskContext
 from ..evals.tasks import task_kind
 from ..results import TaskResult
 from .recipe import Recipe
-from .tasks import kept_or_asked, stored_result
+from .tasks import kept_or_asked
 
 EVALUATIONS = "evals"
 
@@ -139,13 +138,6 @@ class EvaluateCheckpoints(Callback):
         }
         trainer.report(EvaluationMetrics(step=trainer.step, evaluation=figures))
         trainer.evaluated = trainer.step
-
-
-def found_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
-    stored = {
-        spec.name: stored_result(folder / f"{spec.name}.json", spec, tasks[spec.name]) for spec in recipe.evaluation
-    }
-    return {name: result for name, result in stored.items() if result is not None}
 
 
 def evaluations_folder(checkpoint: Path) -> Path:

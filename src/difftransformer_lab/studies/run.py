@@ -29,8 +29,9 @@ from difftransformer.typed import ADJUSTABLE, ASIDE, plain
 
 from ..evals.engine import Task
 from ..results import TaskResult
-from .evaluation import EvaluateCheckpoints, evaluate_checkpoint, evaluations_folder, found_results
+from .evaluation import EvaluateCheckpoints, evaluate_checkpoint, evaluations_folder
 from .recipe import Recipe, load_recipe, save_recipe
+from .tasks import stored_result
 
 logger = logging.getLogger(__name__)
 
@@ -169,11 +170,16 @@ def _of_another_length(own: DiffTransformerConfig, recipe: Recipe) -> DiffTransf
 
 
 def run_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
-    return found_results(evaluations_folder(checkpoints(folder)[-1]), recipe, tasks)
+    """Return the results of a run's newest checkpoint that answer the recipe's tasks as they are now, by their names."""
+    results = evaluations_folder(checkpoints(folder)[-1])
+    stored = {
+        spec.name: stored_result(results / f"{spec.name}.json", spec, tasks[spec.name]) for spec in recipe.evaluation
+    }
+    return {name: result for name, result in stored.items() if result is not None}
 
 
 def is_done(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> bool:
-    """Whether a run is trained and has every result of its recipe (see `found_results`)."""
+    """Whether a run is trained and has every result of its recipe (see `run_results`)."""
     return is_trained(folder, recipe) and len(run_results(folder, recipe, tasks)) == len(recipe.evaluation)
 
 
