@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from matplotlib.axes import Axes
 
+from difftransformer.errors import ResultsError
 from difftransformer_lab.results import Curve, Grid, Measurement, TaskResult
 from difftransformer_lab.statistics import mean_and_standard_error, paired_difference
 
@@ -78,7 +79,14 @@ def _same_grids(grid: Grid, others: Sequence[TaskResult]) -> list[list[list[floa
 
 
 def common_values(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps that every curve has, and a row of values for each curve."""
+    """Return the steps that every curve has, and a row of values for each curve.
+
+    Raises:
+        ResultsError: a curve whose steps and values differ in number.
+    """
+    for curve in curves:
+        if (steps_there := len(curve.steps)) != (values_there := len(curve.values)):
+            raise ResultsError(f"a curve has {steps_there} steps but {values_there} values; run the command again")
     tables = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
     steps = sorted(set.intersection(*map(set, tables))) if tables else []
     values = np.array([[table[step] for step in steps] for table in tables], dtype=np.float64)
