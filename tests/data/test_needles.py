@@ -9,14 +9,13 @@ import tokenizers
 from difftransformer.data import (
     CITIES_SEEN,
     CITIES_UNSEEN,
-    NeedleFormat,
     RetrievalMix,
     Tokenizer,
     evaluation_document,
     needle_document_tokens,
     training_document,
 )
-from difftransformer.data.needles import is_reserved
+from difftransformer.data.needles import FULL, answer_tokens, draw_number, is_reserved
 from difftransformer.errors import ConfigError, DataError
 
 SENTENCE = re.compile(r"^The special magic ([A-Z][a-z]+) number is: (\d+)$", re.MULTILINE)
@@ -51,8 +50,7 @@ def test_the_cities_are_distinct_and_no_name_is_part_of_another():
 
 
 def test_the_sentence_is_the_one_of_the_paper_s_protocol():
-    form = NeedleFormat(digits=7)
-    assert form.stub("Paris") == "\nThe special magic Paris number is:"
+    assert FULL.stub("Paris") == "\nThe special magic Paris number is:"
 
 
 def needles_and_questions(text):
@@ -99,7 +97,7 @@ def test_counts_of_needles_and_questions_are_drawn_from_their_ranges(bpe, corpus
 
 
 def test_a_dense_document_fills_its_room_with_questions(tokenizer, stream):
-    longest = max(len(tokenizer.encode(f"{NeedleFormat().stub(city)} 01234")) for city in CITIES_SEEN)
+    longest = max(len(tokenizer.encode(f"{FULL.stub(city)} 01234")) for city in CITIES_SEEN)
     for seed in range(8):
         row = train_row(tokenizer, stream, seed, min_needles=2, dense=1.0)
         needles, asked = needles_and_questions(tokenizer.decode(row))
@@ -169,7 +167,7 @@ def test_needles_have_the_tokens_of_the_whole_text(tokenizer):
         continuation = tokenizer.encode(f" {answer}\n")
         assert whole[-len(continuation) :] == continuation
         assert whole[: -len(continuation)][-10:] == prompt[-10:]
-        assert len(continuation) == NeedleFormat(digits=len(answer)).answer_tokens
+        assert len(continuation) == answer_tokens(len(answer))
 
 
 def test_numbers_of_training_and_evaluation_are_disjoint(bpe, corpus):
@@ -192,9 +190,9 @@ def test_numbers_of_training_and_evaluation_are_disjoint(bpe, corpus):
 
 @pytest.mark.parametrize("digits", [1, 2, 7, 9])
 def test_drawn_numbers_have_their_digits_and_their_side(digits):
-    form, rng = NeedleFormat(digits=digits), np.random.default_rng(0)
-    training = [form.draw(rng, reserved=False) for _ in range(300)]
-    evaluation = [form.draw(rng, reserved=True) for _ in range(300)]
+    rng = np.random.default_rng(0)
+    training = [draw_number(rng, digits, reserved=False) for _ in range(300)]
+    evaluation = [draw_number(rng, digits, reserved=True) for _ in range(300)]
     assert {len(number) for number in training + evaluation} == {digits}
     assert not any(is_reserved(digits, int(number)) for number in training)
     assert all(is_reserved(digits, int(number)) for number in evaluation)

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from .needles import (
         CITIES_SEEN,
         CITIES_UNSEEN,
-        NeedleFormat,
         NeedleQuestion,
         RetrievalMix,
+        answer_tokens,
         evaluation_document,
         needle_document_tokens,
         needle_questions,

@@ -60,6 +60,10 @@ class Sentence(NamedTuple):
     after: str
     space: bool
 
+    def stub(self, city: str) -> str:
+        """Return the question: the sentence up to the number, on a new line."""
+        return f"{self.before} {city}{self.after}"
+
 
 FULL = Sentence("\nThe special magic", " number is:", True)
 # Shorter wordings, in which the city and the number are closer together, down to neighbours.
@@ -70,31 +74,17 @@ TERSE = tuple(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class NeedleFormat:
-    """The needle sentence and its numbers, which have 1 to 9 random digits (LWM: 7) and may begin with zeros."""
+def answer_tokens(digits: int) -> int:
+    """Return the maximum number of tokens of an answer, which is a space, the digits and the line end."""
+    return digits + 2
 
-    digits: int = 7
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.digits <= 9:
-            raise ConfigError(f"digits is {self.digits}; a magic number has 1 to 9 digits")
-
-    def stub(self, city: str, sentence: Sentence = FULL) -> str:
-        """Return the question: the sentence up to the number, on a new line."""
-        return f"{sentence.before} {city}{sentence.after}"
-
-    @property
-    def answer_tokens(self) -> int:
-        """Maximum number of tokens of an answer, which is a space, the digits and the line end."""
-        return self.digits + 2
-
-    def draw(self, rng: np.random.Generator, *, reserved: bool) -> str:
-        """Draw a uniformly random number: one of those reserved for evaluation (see `is_reserved`), or one of the others."""
-        while True:
-            number = int(rng.integers(10**self.digits))
-            if is_reserved(self.digits, number) == reserved:
-                return f"{number:0{self.digits}d}"
+def draw_number(rng: np.random.Generator, digits: int, *, reserved: bool) -> str:
+    """Draw a random number, which may begin with zeros: one reserved for evaluation (see `is_reserved`), or another one."""
+    while True:
+        number = int(rng.integers(10**digits))
+        if is_reserved(digits, number) == reserved:
+            return f"{number:0{digits}d}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +96,7 @@ class RetrievalMix:
         min_needles: Minimum number of needles in a document.
         max_needles: Maximum number of needles in a document; fewer if the context is too short.
         asks: Maximum number of questions at the end of a document that is not dense.
-        digits: Digits of a number, 1 to 9.
+        digits: Digits of a number, 1 to 9 (LWM: 7).
         dense: Share of the documents that fill all remaining space with questions.
         terse: Share of the documents whose needle sentences are shortened at random, down to city and number.
     """
@@ -123,8 +113,8 @@ class RetrievalMix:
         for name in ("share", "dense", "terse"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"retrieval {name} is {getattr(self, name)}; it must lie between 0 and 1")
-        NeedleFormat(digits=self.digits)
-        check_needles(min_needles=self.min_needles, max_needles=self.max_needles, asks=self.asks, cities=CITIES_SEEN)
+        counts = {"min_needles": self.min_needles, "max_needles": self.max_needles, "asks": self.asks}
+        check_needles(**counts, digits=self.digits, cities=CITIES_SEEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +171,12 @@ def training_document(
     Raises:
         DataError: The minimum of needles and one question do not fit even without filler, or there is no corpus text.
     """
-    form, pieces = NeedleFormat(digits=mix.digits), _pieces(tokenizer)
+    pieces = _pieces(tokenizer)
     wording = TERSE[int(rng.integers(len(TERSE)))] if rng.random() < mix.terse else FULL
     chosen = rng.permutation(len(CITIES_SEEN))[: mix.max_needles].tolist()
     sentences = [
-        pieces.stub(CITIES_SEEN[index], wording) + pieces.answer(form.draw(rng, reserved=False), space=wording.space)
+        pieces.stub(CITIES_SEEN[index], wording)
+        + pieces.answer(draw_number(rng, mix.digits, reserved=False), space=wording.space)
         for index in chosen
     ]
     longest = max(map(len, sentences))
@@ -209,8 +200,8 @@ def training_document(
 
 def needle_document_tokens(tokenizer: Tokenizer, *, needles: int, asks: int, digits: int, cities: Sequence[str]) -> int:
     """Return the maximum number of tokens of a training row without filler, including the last target."""
-    form, pieces = NeedleFormat(digits=digits), _pieces(tokenizer)
-    lengths = sorted((len(pieces.stub(city)) + form.answer_tokens - 1 for city in cities), reverse=True)
+    pieces = _pieces(tokenizer)
+    lengths = sorted((len(pieces.stub(city)) + answer_tokens(digits) - 1 for city in cities), reverse=True)
     asked = [lengths[index % needles] for index in range(asks)]
     return 1 + sum(lengths[:needles]) + sum(asked)
 
@@ -248,8 +239,7 @@ def evaluation_document(
         ConfigError: A count, `depth` or `digits` is out of range, or there are too few reserved numbers.
         DataError: The document does not fit even without filler, or there is no corpus text.
     """
-    form = NeedleFormat(digits=digits)
-    check_needles(min_needles=needles, max_needles=needles, asks=asked, cities=cities)
+    check_needles(min_needles=needles, max_needles=needles, asks=asked, digits=digits, cities=cities)
     if not 0.0 <= depth <= 1.0:
         raise ConfigError(f"depth is {depth}; it must lie between 0 (start) and 1 (end of the context)")
     if asked > needles:
@@ -260,15 +250,15 @@ def evaluation_document(
     names = [cities[index] for index in rng.permutation(len(cities))[:needles].tolist()]
     # The length of the filler depends on the numbers, which have different token counts in some tokenizers.
     for _ in range(20):
-        numbers = _distinct_numbers(rng, form, needles)
+        numbers = _distinct_numbers(rng, digits, needles)
         sentences = [pieces.stub(city) + pieces.answer(number) for city, number in zip(names, numbers, strict=True)]
-        prompt_tokens = length_tokens - form.answer_tokens
+        prompt_tokens = length_tokens - answer_tokens(digits)
         room = prompt_tokens - 1 - sum(map(len, sentences))
         lengths = [room - len(pieces.stub(city)) for city in names[:asked]]
         if min(lengths) < 0:
             raise DataError(_too_long(needles, length_tokens - min(lengths), length_tokens))
         filler = pieces.filler(rng, filler_tokens, max(lengths))
-        if form.digits < _FEWEST_ABSENT_DIGITS:
+        if digits < _FEWEST_ABSENT_DIGITS:
             break
         text = tokenizer.decode(filler.tolist())
         if not any(number in text for number in numbers):
@@ -346,12 +336,14 @@ def needle_questions(
     return np.array(inputs), np.array(targets)
 
 
-def check_needles(*, min_needles: int, max_needles: int, asks: int, cities: Sequence[str]) -> None:
+def check_needles(*, min_needles: int, max_needles: int, asks: int, digits: int, cities: Sequence[str]) -> None:
     """Check the counts of a needle document.
 
     Raises:
         ConfigError: A count is out of range.
     """
+    if not 1 <= digits <= 9:
+        raise ConfigError(f"digits is {digits}; a magic number has 1 to 9 digits")
     if not 1 <= min_needles <= max_needles <= len(cities):
         raise ConfigError(
             f"needles from {min_needles} to {max_needles}: allowed are 1 <= fewest <= most <= {len(cities)} (the "
@@ -373,7 +365,7 @@ class _Pieces:
             raise DataError(f"the tokenizer writes a line end as {len(newline)} tokens {newline}; needles need 1")
         self.newline = newline[0]
         self.stub = cache(self._stub)
-        self._left = NeedleFormat().stub("Paris")
+        self._left = FULL.stub("Paris")
         # If digits are single tokens after a space, numbers are looked up. Otherwise each number is encoded.
         pieces = [self._continuation(self._left, f" {digit}") for digit in range(10)]
         self._space, self._digits = pieces[0][:-1], [piece[-1] for piece in pieces]
@@ -389,7 +381,7 @@ class _Pieces:
         return self.tokenizer.encode_after(left, text, advice)
 
     def _stub(self, city: str, sentence: Sentence = FULL) -> list[int]:
-        return self._continuation("a", NeedleFormat().stub(city, sentence))
+        return self._continuation("a", sentence.stub(city))
 
     def answer(self, number: str, *, space: bool = True) -> list[int]:
         if self._has_digits:
@@ -485,10 +477,10 @@ def _reserved_count(digits: int) -> int:
     return sum(is_reserved(digits, number) for number in range(10**digits))
 
 
-def _distinct_numbers(rng: np.random.Generator, form: NeedleFormat, count: int) -> list[str]:
+def _distinct_numbers(rng: np.random.Generator, digits: int, count: int) -> list[str]:
     numbers: dict[str, None] = {}
     while len(numbers) < count:
-        numbers[form.draw(rng, reserved=True)] = None
+        numbers[draw_number(rng, digits, reserved=True)] = None
     return list(numbers)
 
 

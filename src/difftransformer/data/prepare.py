@@ -28,7 +28,7 @@ from ..stores import Store, is_url, local_copy, place_of_copies, place_of_copy
 from ..typed import ASIDE
 from .chat import ChatTemplate
 from .documents import AnyDocument, Example
-from .needles import CITIES_SEEN, NeedleFormat
+from .needles import CITIES_SEEN, FULL
 from .shards import (
     MANIFEST_FILE,
     Manifest,
@@ -329,8 +329,7 @@ def _mixture_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _train_bpe(config: DataConfig, sources: Sequence[str]) -> Tokenizer:
-    form = NeedleFormat(digits=1)
-    sentences = [form.stub(city) + "\n" for city in CITIES_SEEN] * config.needle_words
+    sentences = [FULL.stub(city) + "\n" for city in CITIES_SEEN] * config.needle_words
     return train_bpe(chain(_training_text(config, sources), sentences), config.vocab_size)
 
 

@@ -250,30 +250,12 @@ def rank_bytes(sizes: Sizes, layout: Layout) -> RankBytes:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SentBytes:
-    """Bytes that a rank sends in a step, with ring collectives.
+def sent_bytes(sizes: Sizes, layout: Layout) -> dict[str, float]:
+    """Compute the bytes that a rank sends in a step, with ring collectives, by purpose.
 
-    Attributes:
-        tensor: To add up what processes with different heads compute.
-        context: To exchange tokens for heads.
-        parts: To gather weights, and to add up and divide their gradients.
-        copies: To add up the gradients of copies.
+    "tensor" adds up what processes with different heads compute, "context" exchanges tokens for heads, "parts" gathers weights
+    and adds up and divides their gradients, and "copies" adds up the gradients of copies.
     """
-
-    tensor: float
-    context: float
-    parts: float
-    copies: float
-
-    @property
-    def total(self) -> int:
-        """Sum of the parts."""
-        return round(sum(vars(self).values()))
-
-
-def sent_bytes(sizes: Sizes, layout: Layout) -> SentBytes:
-    """Compute the bytes that a rank sends in a step."""
     layers = sizes.layers * sizes.layer_weights / layout.tensor
     root_parts = layout.root_parts(sizes.vocab_size)
     root = sizes.root_weights / root_parts
@@ -287,12 +269,12 @@ def sent_bytes(sizes: Sizes, layout: Layout) -> SentBytes:
     # The embeddings in fp32, and the gradient of what the output layer reads.
     summed += (FP32 + sizes.low) * stream * (root_parts - 1) / root_parts
     exchanged = sizes.low * sizes.exchanged_values / layout.tensor * tokens * sizes.layers
-    return SentBytes(
-        tensor=summed,
-        context=exchanged * again * (layout.context - 1) / layout.context,
-        parts=gathered + gradients * (parts - 1) / parts,
-        copies=2 * gradients / parts * (copies - 1) / copies,
-    )
+    return {
+        "tensor": summed,
+        "context": exchanged * again * (layout.context - 1) / layout.context,
+        "parts": gathered + gradients * (parts - 1) / parts,
+        "copies": 2 * gradients / parts * (copies - 1) / copies,
+    }
 
 
 def make_plan(sizes: Sizes, layout: Layout, cluster: Cluster, *, computing_seconds: float) -> Plan:
@@ -305,16 +287,15 @@ def make_plan(sizes: Sizes, layout: Layout, cluster: Cluster, *, computing_secon
         computing_seconds: Time of a step if nothing is sent.
     """
     sent, inner = sent_bytes(sizes, layout), layout.tensor * layout.context
-    waiting = cluster.seconds(sent.tensor, layout.tensor, 1) + cluster.seconds(
-        sent.context, layout.context, layout.tensor
-    )
+    waiting = cluster.seconds(sent["tensor"], layout.tensor, 1)
+    waiting += cluster.seconds(sent["context"], layout.context, layout.tensor)
     divided = layout.shard * inner if layout.shard > 1 else layout.tensor
-    sending = cluster.seconds(sent.parts, layout.parts, layout.tensor)
-    sending += cluster.seconds(sent.copies, layout.copies, divided)
+    sending = cluster.seconds(sent["parts"], layout.parts, layout.tensor)
+    sending += cluster.seconds(sent["copies"], layout.copies, divided)
     return Plan(
         layout=layout,
         rank_bytes=rank_bytes(sizes, layout),
-        communicated_bytes=sent.total,
+        communicated_bytes=round(sum(sent.values())),
         waiting_seconds=waiting,
         sending_seconds=sending,
         step_seconds=max(computing_seconds + waiting, sending),

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from difftransformer.data import NeedleFormat, NeedleQuestion
+from difftransformer.data import NeedleQuestion, answer_tokens
 
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map
@@ -76,7 +76,7 @@ class NeedleTask(Task):
         # For each needle that is asked for its place, its document and its number; documents are shared, or most of them.
         self._trials: list[tuple[dict[str, Any], str, str]] = []
         self._frame = chat_frame(context.tokenizer) if options.prompt == "chat" else None
-        tokens = _CHAT_ANSWER_TOKENS if self._frame else NeedleFormat(digits=options.digits).answer_tokens - 1
+        tokens = _CHAT_ANSWER_TOKENS if self._frame else answer_tokens(options.digits) - 1
         haystack = token_stream(context, options.text, enough=HAYSTACK_TOKENS)
         kinds: tuple[Kind, ...] = ("seen", "unseen") if options.cities == "apart" else (options.cities,)
         lengths = options.lengths or [context.context_tokens]
@@ -111,7 +111,7 @@ class NeedleTask(Task):
                 text = f"\n\nQuestion: What is the special magic number for {city}?"
                 asking[city] = [*self.tokenizer.encode(text), *self._frame[1]]
             longest = max(map(len, asking.values()))
-            room = len(before) + longest + _CHAT_ANSWER_TOKENS - NeedleFormat(digits=options.digits).answer_tokens
+            room = len(before) + longest + _CHAT_ANSWER_TOKENS - answer_tokens(options.digits)
         own = [options.seed, length, needles, asked, round(depth * 1000), len(CITIES[cities])]
         cell = {"length_tokens": length - room, "depth": depth, "needles": needles, "asked": asked}
         shared = [options.seed, needles, asked]
