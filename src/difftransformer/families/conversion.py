@@ -87,6 +87,11 @@ class Conversion:
         return {name: make(state.__getitem__) for name, make in self.makes.items()}
 
 
+def kept(name: str) -> Callable[[Read], Tensor]:
+    """Return the function that takes a tensor as it is."""
+    return lambda read: read(name)
+
+
 def refuse_tied_multiplier(config: DiffTransformerConfig, target: str) -> None:
     """Refuse a model whose tied embedding would need two sizes where nothing multiplies it.
 

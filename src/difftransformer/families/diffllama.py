@@ -25,7 +25,7 @@ from ..attention import DifferentialAttention, HeadLayout
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from .attention_weights import fold_gain, heads_first, maps_first
-from .conversion import EMBEDDING, OUTPUT, Conversion, Read, shapes_of, with_multiplier_folded
+from .conversion import EMBEDDING, OUTPUT, Conversion, Read, kept, shapes_of, with_multiplier_folded
 
 SHARED_FIELDS = (
     "vocab_size",
@@ -119,7 +119,7 @@ def _conversion(
             return lambda read: permute(read(name), heads)
         if gain != name and gain in needs:
             return lambda read: fold_gain(read(name), read(gain))
-        return lambda read: read(name)
+        return kept(name)
 
     names = [name for name in needs if name not in ties and not name.endswith(".head_norm.weight")]
     return Conversion(config=document, needs=needs, ties=ties, makes={name: make(name) for name in names}, notes=notes)

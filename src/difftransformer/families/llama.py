@@ -33,7 +33,7 @@ from ..attention import Attention, AttentionConfig, PlainLayer, SoftmaxAttention
 from ..attention.dex import DifferentialExtension
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count, matching_width
-from .conversion import Conversion, Read, Shape, shapes_of, with_multiplier_folded
+from .conversion import Conversion, Read, Shape, kept, shapes_of, with_multiplier_folded
 from .diffllama import SHARED_FIELDS, TIES, left_out, stock_fields
 
 MODEL_TYPES = ("llama", "mistral")
@@ -140,7 +140,7 @@ def to_llama(config: DiffTransformerConfig, *, untie: bool = False) -> Conversio
     ties = TIES if config.tie_word_embeddings else {}
     with torch.device("meta"):
         needs = shapes_of(DiffTransformerForCausalLM(config).state_dict())
-    makes = {name: partial(_same, name) for name in needs if name not in ties and ".self_attn.dex_" not in name}
+    makes = {name: kept(name) for name in needs if name not in ties and ".self_attn.dex_" not in name}
     if kind is DifferentialExtension:
         for layer_index in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer_index}.self_attn."
@@ -204,7 +204,7 @@ def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> 
     if ".mlp." in name:
         return partial(_wider, name, shape, config.initializer_range, seed)
     if not attention:
-        return partial(_same, name)
+        return kept(name)
 
     def make(read: Read) -> Tensor:
         def normal(key: str, shape: Shape, std: float) -> Tensor:
@@ -214,10 +214,6 @@ def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> 
         return config.attention.upcycled(part, shape, plain)
 
     return make
-
-
-def _same(name: str, read: Read) -> Tensor:
-    return read(name)
 
 
 def _with_extension(prefix: str, heads: Sequence[int], width: int, read: Read) -> Tensor:

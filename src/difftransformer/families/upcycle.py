@@ -20,7 +20,7 @@ from ..attention import Attention, PlainLayer
 from ..errors import ConfigError
 from ..model.weights import CONFIG_FILE
 from .checkpoint_io import Converted, WeightsReader, naming_config, read_config, refuse_used, write_converted
-from .conversion import Conversion, Read, Shape
+from .conversion import Conversion, Read, Shape, kept
 from .differential_layer import OUTPUTS
 from .llama import chosen_variant, drawn, from_llama, has_llamas_layout, kept_options, notes
 from .models import attention_fields, family_config, refused_features, shapes_in_files
@@ -128,7 +128,7 @@ def from_family(
         if name not in ties:
             layer, part = _split(name, needs)
             own = _AttentionLayer(layer, kind, ours.attention_fields(), needs, seed)
-            makes[name] = own.maker(part, shape) if layer else _copy(name)
+            makes[name] = own.maker(part, shape) if layer else kept(name)
     return Conversion(
         config=json.loads(ours.to_json_string()), needs=needs, ties=ties, makes=makes, notes=notes(config)
     )
@@ -141,10 +141,6 @@ def _split(name: str, needs: Mapping[str, Shape]) -> tuple[str, str]:
         if found and (inside == ATTENTION[0] or f"{before}{inside}o_proj.weight" in needs):
             return before + inside, part
     return "", name
-
-
-def _copy(name: str) -> Callable[[Read], Tensor]:
-    return lambda read: read(name)
 
 
 @dataclass(frozen=True)

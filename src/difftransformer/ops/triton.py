@@ -82,9 +82,8 @@ def _backward(
     call = fused.call_of(*arguments[:-1])
     with _device_of(call.query):
         saved = launch.Forward(out, lse, second, plain, inverse_rms)
-        found = launch.backward(launch.Inputs(call), call.norm, saved, grad)
-    dlam = found.lam if call.lam is None else found.lam.sum_to_size(call.lam.shape)
-    return found.query, found.key, found.value, dlam, found.weight
+        *others, dlam, dweight = launch.backward(launch.Inputs(call), call.norm, saved, grad)
+    return *others, dlam if call.lam is None else dlam.sum_to_size(call.lam.shape), dweight
 
 
 def _device_of(tensor: Tensor) -> Any:

@@ -226,24 +226,19 @@ def _without_more(out: Tensor) -> Forward:
     return Forward(out, *(out.new_empty(0) for _ in range(4)))
 
 
-class Gradients(NamedTuple):
-    """Gradients of the inputs. That of lam is (B, H, T) and that of the weight (E,), both in fp32; empty if there is none."""
+def backward(
+    inputs: Inputs, norm: Norm | None, saved: Forward, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value, lam and the norm's weight, given that of `saved.out`.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    lam: Tensor
-    weight: Tensor
-
-
-def backward(inputs: Inputs, norm: Norm | None, saved: Forward, grad: Tensor) -> Gradients:
-    """Return the gradients of all inputs, given that of `saved.out`."""
+    That of lam is (B, H, T) and that of the weight (E,), both in fp32; empty if there is none.
+    """
     batch, (heads, groups, queries, keys) = inputs.batch, inputs.sizes()
     weight_grad = inputs.query.new_zeros(
         0 if norm is None or norm[0] is None else inputs.value_width, dtype=torch.float32
     )
     if batch * heads * queries * keys == 0:
-        return Gradients(
+        return (
             inputs.new(queries, heads, inputs.query.shape[3]).zero_(),
             inputs.new(keys, groups, inputs.key.shape[3]).zero_(),
             inputs.new(keys, groups, inputs.value_width).zero_(),
@@ -280,7 +275,7 @@ def backward(inputs: Inputs, norm: Norm | None, saved: Forward, grad: Tensor) ->
     lam_grad = -delta[..., 1] if inputs.is_differential else delta.new_empty(0)
     if by_program is not None:
         weight_grad = by_program.sum(0)
-    return Gradients(query_grad, key_grad, value_grad, lam_grad, weight_grad)
+    return query_grad, key_grad, value_grad, lam_grad, weight_grad
 
 
 def _backward(inputs: Inputs, lse: Tensor, delta: Tensor, grad: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
