@@ -119,12 +119,13 @@ def run_task(
         raise EvaluationError(f"{task.data_name}: nothing to ask; give more data")
     costs = [request.shown_tokens for request in task.requests]
     broadcast = (lambda make: make()) if processes is None else processes.broadcast
+    header = {"answers_of": f"{identity} {requests_sha256(task.requests)}"} if journal is not None else {}
     kept: list[RowWriter] = []
 
     def known_answers() -> dict[int, Any]:
         answers: dict[int, Any] = {}
         if journal is not None:
-            kept.append(_opened(journal, answers, f"{identity} {requests_sha256(task.requests)}", replace_others))
+            kept.append(_opened(journal, answers, header, replace_others))
         return answers
 
     answers = broadcast(known_answers)
@@ -146,9 +147,11 @@ def run_task(
         opened.enter_context(watched(computed))
         divided = processes is not None and processes.count > 1 and not getattr(model, "is_divided", False)
         for index, answer in _in_turns(model, task, answers, processes if divided else None):
-            answers[index] = answer
             for file in kept:
+                if not answers:  # so that a run that failed at once blocks no later one
+                    file.write(header)
                 file.write({"request": index, "answer": answer})
+            answers[index] = answer
             done, ahead = done + costs[index], max(0.0, ahead - costs[index])
             shown = max(shown, done)
             report(shown, total)
@@ -197,9 +200,8 @@ def _in_turns(
                 processes.fail(failed)
 
 
-def _opened(journal: Path, answers: dict[int, Any], answers_of: str, replace_others: bool) -> RowWriter:
+def _opened(journal: Path, answers: dict[int, Any], header: dict[str, str], replace_others: bool) -> RowWriter:
     """Open a file of answers and read those that it has; see `run_task`."""
-    header = {"answers_of": answers_of}
     try:
         rows = list(read_rows(journal)) if journal.exists() else []
         for line, (row, _) in enumerate(rows[1:], start=2):
@@ -210,7 +212,7 @@ def _opened(journal: Path, answers: dict[int, Any], answers_of: str, replace_oth
             f"{journal}: line {damage.line} is damaged; delete {'the file' if damage.line == 1 else 'the line'} to ask "
             "again what it answered"
         ) from None
-    if rows and rows[0][0] != header and (len(rows) > 1 or rows[0][0].keys() != header.keys()):
+    if rows and rows[0][0] != header:
         if not replace_others:
             raise CheckpointError(
                 f"{journal}: holds answers of another model or to other questions; choose another --out, or delete the file"
@@ -223,11 +225,7 @@ def _opened(journal: Path, answers: dict[int, Any], answers_of: str, replace_oth
         )
     answers |= {row["request"]: row["answer"] for row, _ in rows[1:]}
     journal.parent.mkdir(parents=True, exist_ok=True)
-    # A file without an answer begins again, so that a run that failed at once blocks no later one.
-    writer = RowWriter(journal, keep_bytes=rows[-1][1] if answers else 0, sync_seconds=_SYNC_SECONDS)
-    if not answers:
-        writer.write(header)
-    return writer
+    return RowWriter(journal, keep_bytes=rows[-1][1] if answers else 0, sync_seconds=_SYNC_SECONDS)
 
 
 def _defined(scores: Scores) -> Scores:
