@@ -172,7 +172,8 @@ def watch_pair(progress: Progress) -> "Callable[[Sequence[Job]], None]":
             if not printed:
                 console.print("validation loss, nats/token, and needle accuracy so far:")
             printed.add(step)
-            console.print(f"step {step}: {'; '.join(f'{job.label}: {_reached(job, step)}' for job in jobs)}")
+            reached = "; ".join(f"{job.label.partition(', seed ')[0]} {_reached(job, step)}" for job in jobs)
+            console.print(f"step {step}: {reached}")
 
     return watch
 
