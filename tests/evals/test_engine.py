@@ -83,10 +83,12 @@ def test_a_line_that_a_kill_cut_short_is_dropped(rest, tmp_path):
 def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path):
     journal, task = tmp_path / "a.jsonl", numbers(1, 20)
     run_task(Adding(), task, journal=journal, identity="m")
-    journal.write_text(damaged := journal.read_text().replace('"request": 1', '"request: 1'))
-    with pytest.raises(CheckpointError, match="line 2 is damaged; delete the line to ask again what it answered"):
-        run_task(Adding(), task, journal=journal, identity="m")
-    assert journal.read_text() == damaged
+    whole = journal.read_text()
+    for wrong in ('"request": [1]', '"request: 1'):
+        journal.write_text(damaged := whole.replace('"request": 1', wrong))
+        with pytest.raises(CheckpointError, match="line 2 is damaged; delete the line to ask again what it answered"):
+            run_task(Adding(), task, journal=journal, identity="m")
+        assert journal.read_text() == damaged
     journal.write_text("".join(line for line in damaged.splitlines(keepends=True) if '"request: 1' not in line))
     model = Adding()
     assert run_task(model, task, journal=journal, identity="m").measurements[0].value == 21

@@ -245,8 +245,9 @@ def test_without_the_client_one_line_says_what_to_install(monkeypatch):
         judge("http://127.0.0.1:1/v1")
 
 
-def test_a_file_of_something_else_is_refused(tmp_path):
-    (tmp_path / "j.jsonl").write_text('{"answers_of": "x"}\n')
+@pytest.mark.parametrize("row", ['{"answers_of": "x"}', '{"key": [], "verdict": "faithful", "reasoning": ""}'])
+def test_a_file_of_something_else_is_refused(row, tmp_path):
+    (tmp_path / "j.jsonl").write_text(f"{row}\n")
     with pytest.raises(CheckpointError, match="line 1 is not a judgment; choose another with --judgments"):
         judge_all(OverlapJudge(0.5), CASES, tmp_path / "j.jsonl")
 

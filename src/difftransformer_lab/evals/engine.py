@@ -205,7 +205,7 @@ def _opened(journal: Path, answers: dict[int, Any], header: dict[str, str], repl
     try:
         rows = list(read_rows(journal)) if journal.exists() else []
         for line, (row, _) in enumerate(rows[1:], start=2):
-            if not row.keys() >= {"request", "answer"}:
+            if not isinstance(row.get("request"), int) or "answer" not in row:
                 raise DamagedLine(line)
     except DamagedLine as damage:
         raise CheckpointError(

@@ -84,7 +84,8 @@ def judge_all(judge: Judge, cases: Sequence[Case], file: Path) -> tuple[list[Jud
         try:
             there = list(read_rows(file)) if file.exists() else []
             for line, (row, _) in enumerate(there, start=1):
-                if row.get("verdict") not in ("faithful", "hallucinated") or not row.keys() >= {"key", "reasoning"}:
+                is_judged = row.get("verdict") in ("faithful", "hallucinated") and isinstance(row.get("key"), str)
+                if not is_judged or "reasoning" not in row:
                     raise DamagedLine(line)
                 known[row["key"]] = Judgment(faithful=row["verdict"] == "faithful", reasoning=row["reasoning"])
         except DamagedLine as damage:
