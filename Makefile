@@ -34,6 +34,9 @@ SPHINX := $(VENV)/docs
 RUN_DOCS := $(if $(PY),$(PY),$(SPHINX)/bin/python)
 SITE  ?= build/site
 
+# Where this is set, as in many container images, each process compiles PyTorch and transformers anew, which takes six seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: demo demo-full pair test test-all test-slow test-tools test-data docs lint bench dist sanitize help clean
 

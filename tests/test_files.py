@@ -168,7 +168,11 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     path.write_text("old")
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WRITER, str(path)],
+            env=os.environ | {"DIFFTRANSFORMER_LAZY": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(2)
     ]

@@ -84,13 +84,13 @@ class Store:
         try:
             with self._faults("read", name), naming(temporary):
                 prefix = f"{self._root}/{name}/"
-                found = self._fs.find(prefix.rstrip("/"), detail=True)
-                copies = {path: temporary / path.removeprefix(prefix) for path in found}
+                listed = self._fs.find(prefix.rstrip("/"), detail=True)
+                copies = {path: temporary / path.removeprefix(prefix) for path in listed}
                 for path, copy in copies.items():
                     if not all(map(is_plain_name, path.removeprefix(prefix).split("/"))):
                         raise ValueError(f"{path} leads out of the folder")
                     copy.parent.mkdir(parents=True, exist_ok=True)
-                for batch in _batches({path: found[path]["size"] or 0 for path in copies}):
+                for batch in _batches({path: listed[path]["size"] or 0 for path in copies}):
                     self._fs.get(batch, [str(copies[path]) for path in batch])
             check(temporary)
             temporary.rename(target)

@@ -37,7 +37,8 @@ def names_in(path):
                 visit(child, f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix)
             elif isinstance(child, ast.Assign | ast.AnnAssign):
                 targets = child.targets if isinstance(child, ast.Assign) else [child.target]
-                found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+                names = (name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+                found.update(prefix + name.id for name in names if isinstance(name.ctx, ast.Store))
             elif isinstance(child, ast.arg):
                 found.add(child.arg)
             else:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from difftransformer.errors import ResultsError
 from difftransformer_lab.report import Evidence, print_study, read_studies, studied, write_study
+from difftransformer_lab.report.lead import lead
 from difftransformer_lab.report.page import all_tables
 from difftransformer_lab.report.study_page import found_words, study_page
 from difftransformer_lab.report.tables import Table, decimals_for, fixed, significant
@@ -73,10 +74,6 @@ TABLES = {
 }  # fmt: skip
 
 
-def build_tables(comparison: Evidence) -> dict[str, Table]:
-    return {table.name: table for table in all_tables(study_page(studied(comparison)))}
-
-
 def terminal(comparison: Evidence, width: int) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     print_study(studied(comparison), console)
@@ -85,6 +82,11 @@ def terminal(comparison: Evidence, width: int) -> str:
 
 def written_to(folder: Path, comparison: Evidence) -> Path:
     return write_study(studied(comparison), folder)
+
+
+@pytest.fixture(scope="module")
+def tables(comparison: Evidence) -> dict[str, Table]:
+    return {table.name: table for table in all_tables(study_page(studied(comparison)))}
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +121,7 @@ def check_page(path: Path, tables: Sequence[Table]) -> Page:
     return page
 
 
-def test_a_page_is_whole_and_shows_every_table(comparison: Evidence, written: Path) -> None:
-    tables = build_tables(comparison)
+def test_a_page_is_whole_and_shows_every_table(tables: dict[str, Table], written: Path) -> None:
     assert set(tables) == TABLES
     check_page(written, [*tables.values()])
 
@@ -190,8 +191,10 @@ def test_a_later_report_leaves_nothing_of_an_earlier_one_but_what_is_not_its_own
 
 
 @pytest.mark.parametrize("width", [80, 400])
-def test_the_terminal_prints_the_same_and_breaks_no_number(width: int, comparison: Evidence) -> None:
-    tables, text = build_tables(comparison), terminal(comparison, width)
+def test_the_terminal_prints_the_same_and_breaks_no_number(
+    width: int, comparison: Evidence, tables: dict[str, Table]
+) -> None:
+    text = terminal(comparison, width)
     assert max(map(len, text.splitlines())) <= width
     assert "\u2026" not in text
     for name in ("verdicts", "measured_costs"):
@@ -199,7 +202,7 @@ def test_the_terminal_prints_the_same_and_breaks_no_number(width: int, compariso
             assert all(number in text for number, _ in row[1:])
         for note in tables[name].notes:
             assert note in " ".join(text.split())
-    assert study_page(studied(comparison)).lead.answer in " ".join(text.split())
+    assert lead(studied(comparison)).answer in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -233,12 +236,12 @@ def test_one_seed_has_an_interval_over_items_for_losses_and_none_for_retrieval(m
     assert rows["validation loss"].statistic.standard_error is None
     seen = rows["needle accuracy (seen cities)"].difference
     assert (seen.interval_method, seen.low, seen.high) == ("none", None, None)
-    page = study_page(studied(evidence))
-    words = [row[1] for row in page.lead.table.parted()]
+    first = lead(studied(evidence))
+    words = [row[1] for row in first.table.parted()]
     assert [verdict for _, verdict in words][1] == ", reference"
     assert words[0][1] == (", better on these items" if loss.high < 0 else ", no clear difference")
-    assert [row[2][1] for row in page.lead.table.parted()] == [", one seed", ", reference"]
-    assert page.lead.answer.startswith("With one training run of each model, by these items, ")
+    assert [row[2][1] for row in first.table.parted()] == [", one seed", ", reference"]
+    assert first.answer.startswith("With one training run of each model, by these items, ")
     said = found_words(studied(evidence))
     assert re.search(r"bits/byte \[-0\.\d+, [+-]0\.\d+\] over items, below zero in 1 of 1 seeds", said[0].text)
     assert ", without an interval; explored" in said[1].text
@@ -254,23 +257,22 @@ def test_sentences_are_about_the_leading_figure_of_each_task(make: Callable[...,
 def test_the_first_screen_answers_and_says_what_would_decide(make: Callable[..., Evidence]) -> None:
     """Verdicts follow scipy's paired t test; the seeds asked for have the power of a t test."""
     evidence = make(seeds=3, advantage=0.004)
-    lead = study_page(studied(evidence)).lead
+    first = lead(studied(evidence))
     row = next(
         row for row in studied(evidence).rows if row.figure.label == "validation loss" and row.arm.name == "diff"
     )
     other = next(one for one in studied(evidence).rows if one.figure is row.figure and one.arm.name == "softmax")
     p = scipy.stats.ttest_rel([*row.values.values()], [*other.values.values()]).pvalue
-    verdict = lead.table.parted()[0][1][1]
+    verdict = first.table.parted()[0][1][1]
     assert verdict == (", no clear difference" if p > 0.05 else ", better" if row.difference.mean < 0 else ", worse")
     more = re.match(
-        r"(\d+) more seeds? of every model, about \d+ minutes where these ran, one run at a time, ", lead.deciding
+        r"(\d+) more seeds? of every model, about \d+ minutes where these ran, one run at a time, ", first.deciding
     )
     assert more
-    assert lead.command == f"difftransformer compare recipes/bytes-small.yaml --seeds {3 + int(more[1])}"
+    assert first.command == f"difftransformer compare recipes/bytes-small.yaml --seeds {3 + int(more[1])}"
     demo = dataclasses.replace(evidence.index, command="difftransformer demo --out reports/demo")  # has no --seeds
-    lead = study_page(studied(dataclasses.replace(evidence, index=demo))).lead
-    assert lead.command == "difftransformer compare demo --seeds 5"
-    clear = study_page(studied(make(seeds=5, advantage=0.3, needle=False, allocation=False))).lead
+    assert lead(studied(dataclasses.replace(evidence, index=demo))).command == "difftransformer compare demo --seeds 5"
+    clear = lead(studied(make(seeds=5, advantage=0.3, needle=False, allocation=False)))
     assert "DIFF is better than Transformer on validation loss (" in clear.answer
     assert clear.answer.endswith("not confirmed.")
     assert (clear.command, "confirm" in clear.deciding) == ("", True)

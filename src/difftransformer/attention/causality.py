@@ -141,10 +141,10 @@ def _positions(length: int) -> list[int]:
 
 
 def _outputs(model: Callable[[Tensor], Any], inputs: Tensor) -> Tensor:
-    found = model(inputs)
+    output = model(inputs)
     for name in ("logits", "last_hidden_state"):
-        found = getattr(found, name, found)
-    outputs = found[0] if isinstance(found, (tuple, list)) else found
+        output = getattr(output, name, output)
+    outputs = output[0] if isinstance(output, (tuple, list)) else output
     if not isinstance(outputs, Tensor) or outputs.shape[:2] != inputs.shape[:2]:
         kind = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise EvaluationError(f"inputs of shape {tuple(inputs.shape)} gave {kind}; outputs must begin with (B, T)")

@@ -237,9 +237,9 @@ class Loader:
         step, batch = self._reading or (None, None)
         if batch is None or step != self.step:  # the first, or the position has changed
             batch = self._thread.submit(self._ready, self.step)
-        found = batch.result()
+        read = batch.result()
         self._reading = self.step + 1, self._thread.submit(self._ready, self.step + 1)
-        return found
+        return read
 
     def _ready(self, step: int) -> Batch:
         batch = self.batch(step)

@@ -277,9 +277,9 @@ def evaluation_document(
     prompts, spans, query_starts = [], [], []
     for index, length in enumerate(lengths):
         placed = [(length if places[i] == shortest else int(places[i]), sentences[i]) for i in order]
-        context, found = _insert(tokenizer.begin_of_text, filler[:length], placed)
+        context, inserted = _insert(tokenizer.begin_of_text, filler[:length], placed)
         prompts.append(context + pieces.stub(names[index]))
-        spans.append(found[order.index(index)])
+        spans.append(inserted[order.index(index)])
         query_starts.append(len(context))
     return NeedleQuestion(
         prompts=prompts,

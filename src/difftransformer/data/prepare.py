@@ -229,13 +229,13 @@ class _Request:
 
     def _send(self, store: Store) -> str:
         """Copy the shards to the store, and return their URL. They are made first, unless only the copying failed before."""
-        found = self._find(self._here())
-        if found is None and is_missing(self.source):
+        made = self._find(self._here())
+        if made is None and is_missing(self.source):
             raise DataError(
                 f"{self.source} is missing, and {store.url} holds no shards of this request; run difftransformer tokenize with "
                 "the same options where the text is"
             )
-        folder = Path(found or self._make())
+        folder = Path(made or self._make())
         name = folder.name.partition("-")[0]
         store.put(folder, name, MANIFEST_FILE)
         url = f"{store.url}/{name}"

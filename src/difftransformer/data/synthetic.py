@@ -85,9 +85,9 @@ def _distinct(rng: Rng, count: int, choices: int, size: int) -> Ints:
     """Draw rows of `size` different integers below `choices`, (count, size), uniformly over all orders (Floyd's algorithm)."""
     drawn = np.empty((count, size), np.int64)
     for place, last in enumerate(range(choices - size, choices)):
-        found = rng.integers(last + 1, size=count)
-        is_taken = (drawn[:, :place] == found[:, None]).any(1)
-        drawn[:, place] = np.where(is_taken, last, found)
+        new = rng.integers(last + 1, size=count)
+        is_taken = (drawn[:, :place] == new[:, None]).any(1)
+        drawn[:, place] = np.where(is_taken, last, new)
     return rng.permuted(drawn, axis=1)
 
 

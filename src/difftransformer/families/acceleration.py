@@ -122,13 +122,13 @@ def _modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _outermost(model: nn.Module) -> list[PreTrainedModel]:
     """Return the models of transformers in a module, except those inside another one and those of this package."""
-    found: dict[str, PreTrainedModel] = {}
+    outermost: dict[str, PreTrainedModel] = {}
     for name, module in _modules_of(model):
         if isinstance(module, PreTrainedModel) and not any(
-            name.startswith(f"{outer}." if outer else "") for outer in found
+            name.startswith(f"{outer}." if outer else "") for outer in outermost
         ):
-            found[name] = module
-    return [m for m in found.values() if not isinstance(m, DiffTransformerPreTrainedModel)]
+            outermost[name] = module
+    return [m for m in outermost.values() if not isinstance(m, DiffTransformerPreTrainedModel)]
 
 
 class AcceleratedDiffLlamaAttention(DiffLlamaAttention):

@@ -140,7 +140,7 @@ def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
 
 
 def check_tensors(
-    found: Mapping[str, Shape],
+    shapes: Mapping[str, Shape],
     expected: Mapping[str, Shape],
     *,
     optional: Collection[str] = (),
@@ -150,7 +150,7 @@ def check_tensors(
     """Check that the tensors are exactly the expected ones.
 
     Args:
-        found: Shapes by name.
+        shapes: Shapes by name.
         expected: Shapes by name, those of `optional` included.
         optional: Names that may be absent.
         source: The file or folder, for messages.
@@ -161,15 +161,15 @@ def check_tensors(
         ShapeError: A shape is wrong.
     """
     at = f"{source}: " if source else ""
-    missing = [name for name in expected if name not in found and name not in optional]
+    missing = [name for name in expected if name not in shapes and name not in optional]
     if missing:
         raise CheckpointError(f"{at}{_listed(missing)} missing; expected {len(expected) - len(optional)} tensors")
-    extra = [name for name in found if name not in expected]
+    extra = [name for name in shapes if name not in expected]
     if extra:
         raise CheckpointError(f"{at}{_listed(extra)} not part of this layout, by {by}")
     for name, shape in expected.items():
-        if name in found and found[name] != shape:
-            raise ShapeError(f"{at}{name} has shape {found[name]}, expected {shape} by {by}")
+        if name in shapes and shapes[name] != shape:
+            raise ShapeError(f"{at}{name} has shape {shapes[name]}, expected {shape} by {by}")
 
 
 def _listed(names: list[str]) -> str:

@@ -53,8 +53,8 @@ def has_llamas_layout(config: PreTrainedConfig) -> bool:
 
 def beyond_layout(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields with values that no model of this package has."""
-    found = {field: getattr(config, field, expected) for field, expected in MUST_BE.items()}
-    return {field: value for field, value in found.items() if value != MUST_BE[field]}
+    values = {field: getattr(config, field, expected) for field, expected in MUST_BE.items()}
+    return {field: value for field, value in values.items() if value != MUST_BE[field]}
 
 
 def from_llama(

@@ -137,8 +137,8 @@ def from_family(
 def _split(name: str, needs: Mapping[str, Shape]) -> tuple[str, str]:
     """Return the prefix of the attention layer that has a tensor, "" for any other tensor, and the rest of the name."""
     for inside in ATTENTION:
-        before, found, part = name.rpartition(inside)
-        if found and (inside == ATTENTION[0] or f"{before}{inside}o_proj.weight" in needs):
+        before, attention, part = name.rpartition(inside)
+        if attention and (inside == ATTENTION[0] or f"{before}{inside}o_proj.weight" in needs):
             return before + inside, part
     return "", name
 

@@ -87,14 +87,14 @@ def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
     names, shapes = {}, {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
     for name, shape in shapes.items():
         aliases = [name, tied.get(name), *(alias for alias, same in tied.items() if same == name)]
-        found = next((alias for alias in aliases if alias in weights.shapes), None)
-        if found is None or tuple(weights.shapes[found]) != shape:
+        stored = next((alias for alias in aliases if alias in weights.shapes), None)
+        if stored is None or tuple(weights.shapes[stored]) != shape:
             raise CheckpointError(
                 f"{weights.folder}: weight {name} of shape {list(shape)} is missing or of another shape; save the model "
                 "again. Where transformers renames weights as it opens them, as those of experts, omit --divide-weights, or "
                 "in Python call from_pretrained with distributed_config"
             )
-        names[name] = found
+        names[name] = stored
     buffers = {name: buffer for name, buffer in network.named_buffers() if name in weights.shapes}
     for name, buffer in buffers.items():
         buffer.copy_(weights.read(name))

@@ -136,8 +136,8 @@ def export_folder(
             converted.rmdir()
             if dtype != "auto":
                 _cast(out, dtype)
-        found = read_card(folder)
-        kept = found if found is not None and not is_ours(found) else None
+        present = read_card(folder)
+        kept = present if present is not None and not is_ours(present) else None
         (out / CARD_FILE).write_text(kept or card, encoding="utf-8")
         files = sorted(path for path in out.rglob("*") if path.is_file())
         names, size = tuple(str(path.relative_to(out)) for path in files), sum(path.stat().st_size for path in files)

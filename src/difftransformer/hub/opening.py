@@ -147,9 +147,9 @@ def open_model(
                 _check_size(config, weights, auto_class)
                 if divided_by is not None:
                     network = divide(config, weights, dtype=dtype, processes=divided_by)
-                    found: dict[str, Any] = {"missing_keys": (), "unexpected_keys": ()}
+                    loading: dict[str, Any] = {"missing_keys": (), "unexpected_keys": ()}
                 else:
-                    network, found = auto_class.from_pretrained(
+                    network, loading = auto_class.from_pretrained(
                         folder,
                         config=config,
                         dtype="auto" if dtype == "auto" else DTYPES[dtype],
@@ -159,7 +159,7 @@ def open_model(
                     )
     _check_special_tokens(network, folder)
     for problem in ("missing", "unexpected") if is_ours else ("missing",):
-        if names := found[f"{problem}_keys"]:
+        if names := loading[f"{problem}_keys"]:
             raise CheckpointError(f"{folder}: {problem} weight {min(names)}; save the model again")
     if config.model_type == "diffllama":
         accelerate(network)

@@ -131,8 +131,8 @@ def read_card(folder: Path) -> str | None:
 
 def write_card(folder: Path, text: str) -> bool:
     """Write a card unless the folder has one that was edited by hand. Return whether it was written."""
-    found = read_card(folder)
-    if found is not None and not is_ours(found):
+    card = read_card(folder)
+    if card is not None and not is_ours(card):
         return False
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
     return True

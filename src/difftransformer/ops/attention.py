@@ -64,9 +64,11 @@ def observe_max_logits() -> Iterator[list[Tensor]]:
     Backends do not know them, so each call forms its logits once more, some rows at a time. Like `observe_inputs`, of which
     this is a use, the block must begin before `torch.compile` traces the model.
     """
-    found: list[Tensor] = []
-    with observe_inputs(lambda inputs, restrictions, scale: found.append(largest_logits(inputs, restrictions, scale))):
-        yield found
+    largest: list[Tensor] = []
+    with observe_inputs(
+        lambda inputs, restrictions, scale: largest.append(largest_logits(inputs, restrictions, scale))
+    ):
+        yield largest
 
 
 @torch.compiler.assume_constant_result

@@ -1,7 +1,7 @@
 """The ways to compute attention, which of them can run a problem, and the order in which `auto` tries them.
 
 A new backend is one file with `DESCRIPTION`, `supports` and `run`, and `has_quadratic_memory` if it may take O(n^2) memory; one
-line in `BACKENDS`, and rows in `TABLE` with the measurements behind them.
+line in `BACKENDS`, rows in `TABLE` with the measurements behind them, and its name in `hub/plain_backends.py`.
 """
 
 import contextlib

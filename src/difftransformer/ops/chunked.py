@@ -205,12 +205,12 @@ class Tiling:
     def _corner(self, rows: int, columns: int, diagonal: int, like: Tensor, below: bool = False) -> Tensor:
         """Return (rows, columns), -inf where column >= row + diagonal (`below`: <=), else 0. Inner tiles share one."""
         key = (rows, columns, diagonal, below)
-        found = self._corners.get(key)
-        if found is None:
+        corner = self._corners.get(key)
+        if corner is None:
             full = torch.full((rows, columns), -torch.inf, dtype=like.dtype, device=like.device)
-            found = full.tril_(diagonal) if below else full.triu_(diagonal)
-            self._corners[key] = found
-        return found
+            corner = full.tril_(diagonal) if below else full.triu_(diagonal)
+            self._corners[key] = corner
+        return corner
 
 
 class Maps:

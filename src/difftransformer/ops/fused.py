@@ -58,9 +58,9 @@ def define(
         count = len(saved) - len(tensors)
         for place, tensor in zip(tensors, saved[count:], strict=True):
             inputs[place] = tensor
-        found = call_backward(grad, *saved[:count], *inputs)
+        gradients = call_backward(grad, *saved[:count], *inputs)
         grads: list[Tensor | None] = [None] * len(inputs)
-        for place, gradient in zip(differentiable, found, strict=True):
+        for place, gradient in zip(differentiable, gradients, strict=True):
             grads[place] = None if inputs[place] is None else gradient.to(inputs[place].dtype)
         return tuple(grads)
 

@@ -61,13 +61,13 @@ def largest_logits(inputs: Sequence[tuple[Tensor, Tensor]], restrictions: Restri
     largest = []
     for query, key in inputs:
         dtype = torch.float32 if query.dtype in LOW_PRECISION else query.dtype
-        found = query.new_full((query.shape[1],), -torch.inf, dtype=dtype)
+        maximum = query.new_full((query.shape[1],), -torch.inf, dtype=dtype)
         for scores, allowed in logits_of_rows(query, key, restrictions, scale):
             if not scores.numel():
                 continue
             if allowed is not None:
                 edge = slice(-scores.shape[2] if only_causal else None, None)
                 scores[..., edge].masked_fill_(~allowed[..., edge], -torch.inf)
-            found = torch.maximum(found, scores.flatten(2).amax(-1).amax(0))
-        largest.append(found)
+            maximum = torch.maximum(maximum, scores.flatten(2).amax(-1).amax(0))
+        largest.append(maximum)
     return torch.stack(largest)

@@ -33,12 +33,12 @@ def instruction_set() -> str | None:
     Raises:
         BackendUnavailable: This machine does not support the selected set.
     """
-    found = available()
+    sets = available()
     wish = os.environ.get(VARIABLE)
     if not wish:
-        return found[-1] if found else None
-    if wish not in found:
-        raise BackendUnavailable(f"{VARIABLE}={wish}: this machine has {', '.join(found) or 'none of the sets'}")
+        return sets[-1] if sets else None
+    if wish not in sets:
+        raise BackendUnavailable(f"{VARIABLE}={wish}: this machine has {', '.join(sets) or 'none of the sets'}")
     return wish
 
 

@@ -104,13 +104,13 @@ def _check(backend: Any, device: torch.device, dtype: torch.dtype, trials: Seque
             call = trial.call(dtype, device)
             if backend.supports(Problem.of(call)) is not None:
                 continue
-            found = _results(backend.run, call)
+            outputs = _results(backend.run, call)
         except torch.OutOfMemoryError:
             return None
         except Exception as raised:  # whatever a kernel or its compiler raises
             return CheckOutcome(f"it raised {type(raised).__name__}: {' '.join(str(raised).split())[:200]}")
         exact = _results(_exactly, trial.call(dtype, torch.device("cpu"), is_exact=True))
-        for x, right in zip(found, exact, strict=True):
+        for x, right in zip(outputs, exact, strict=True):
             error = float((x.cpu().double() - right).abs().max() / right.abs().max())
             if not error <= TOLERANCES[dtype]:  # also where it is NaN
                 sizes = f"T={trial.T}, S={trial.S}, D={trial.D}, E={trial.E}"

@@ -128,7 +128,7 @@ def _check_variant(config: DiffTransformerConfig, seed: int) -> None:
     ids = torch.randint(network.config.vocab_size, (1, length), generator=draw)
     try:
         with torch.no_grad():
-            found = check_causality(
+            report = check_causality(
                 lambda rows: network(rows, use_cache=False), ids, vocabulary=network.config.vocab_size
             )
     except EvaluationError as error:
@@ -136,8 +136,8 @@ def _check_variant(config: DiffTransformerConfig, seed: int) -> None:
             f"attention_type={config.attention_type!r} could not be checked for causality: {error}", stacklevel=3
         )
         return
-    if not found.is_causal:
-        change = max(found.changed, found.alone, key=lambda one: one.size)
+    if not report.is_causal:
+        change = max(report.changed, report.alone, key=lambda one: one.size)
         raise ConfigError(
             f"attention_type={config.attention_type!r} is not causal: the output at token {change.output} depends on tokens "
             f"from {change.position} on, so a loss would be too low; correct {config.attention.__name__}, and see "

@@ -186,8 +186,8 @@ def draw_transfer(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | Non
     canvas, grid = panels(0.8 + 2.35 * lines, lines, 2, sharey=True, sharex=True)
     for ax, arm in zip(grid.flat, evidence.index.arms, strict=False):
         for width, colour, marker in zip(widths, colours, "osD^v<>", strict=False):
-            found = [(rate, row_of(rows, figure.label, arm.name, (width, rate))) for rate in rates]
-            there = [(float(rate), row.statistic.mean) for rate, row in found if row]
+            measured = [(rate, row_of(rows, figure.label, arm.name, (width, rate))) for rate in rates]
+            there = [(float(rate), row.statistic.mean) for rate, row in measured if row]
             if not there:
                 continue
             ax.plot(*zip(*there, strict=True), color=colour, marker=marker, markersize=4.5)

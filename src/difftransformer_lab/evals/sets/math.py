@@ -47,23 +47,23 @@ def read_math_problems(source: str, items: int | None = None, seed: int = 0) -> 
         DataError: The source cannot be read, is empty, or lacks a field.
     """
     if source.endswith(".jsonl"):
-        found = [
+        problems = [
             _file_problem(Path(source), number, row) for number, row in jsonl_rows(Path(source), ("question", "answer"))
         ]
     elif source in MATH_SETS:
         public, read = MATH_SETS[source]
-        found = [
+        problems = [
             problem
             for place, row in public_rows(source, public)
             if (problem := read(source, place, row, f"{source}: row {place} of {public.hub_name}")) is not None
         ]
-        if not found:
+        if not problems:
             raise DataError(f"{source}: {public.hub_name} holds no problems; name a .jsonl file")
     else:
         local = " (it has no public name: give its file)" if source in LOCAL_SETS else ""
         raise ConfigError(f"set {source!r}{local}: choose from {', '.join(MATH_SETS)}, or name a .jsonl file")
     by_set: dict[str, list[MathProblem]] = {}
-    for problem in found:
+    for problem in problems:
         by_set.setdefault(problem.set_name, []).append(problem)
     return [group[index] for group in by_set.values() for index in chosen(len(group), items, seed)]
 
