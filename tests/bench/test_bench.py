@@ -1,6 +1,5 @@
 """`difftransformer bench`: what is timed, ratios by hand, memory that grows with the length."""
 
-import io
 import re
 import time
 from dataclasses import replace
@@ -28,7 +27,7 @@ from difftransformer_lab.bench.attention import MAP_COPIES, implementations
 from difftransformer_lab.bench.attention_work import AttentionShape
 from difftransformer_lab.bench.diffllama import ATTN_IMPLEMENTATIONS, DiffLlamaCore
 from difftransformer_lab.bench.model_work import decode_work, prefill_work, training_work
-from difftransformer_lab.bench.timing import MIN_ROUNDS, foreign_cpu_seconds
+from difftransformer_lab.bench.timing import MIN_ROUNDS
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.report.bench import bench_tables, print_bench
 from difftransformer_lab.report.bench_figures import bench_drawings
@@ -82,15 +81,6 @@ def test_rounds_end_with_the_budget(budget_seconds, rounds, clock):
 def test_a_slower_candidate_is_slower():
     times = time_interleaved({"fast": lambda: time.sleep(0.002), "slow": lambda: time.sleep(0.02)}, rounds=3)
     assert times["slow"].median_seconds > 3 * times["fast"].median_seconds
-
-
-def test_the_work_of_others_by_hand(monkeypatch):
-    """16 s of busy cores (idle and waiting ones aside, other machines' share included) less 4 s of this process."""
-    stat = "cpu  1000 0 400 9999 5 50 50 100 7 0\ncpu0 1 2\n"
-    monkeypatch.setattr(timing, "open", lambda *_, **__: io.StringIO(stat), raising=False)
-    monkeypatch.setattr(timing.os, "sysconf", lambda _: 100)
-    monkeypatch.setattr(timing.os, "times", lambda: (2.0, 1.0, 0.5, 0.5, 1e6))
-    assert foreign_cpu_seconds() == pytest.approx(12.0)
 
 
 def shape(mode="forward", length_tokens=16, heads=2, head_dim=8, dtype="fp32"):

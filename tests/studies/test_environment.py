@@ -1,5 +1,6 @@
-"""Where a result was measured: the commit by git's own word, the compiler by its own, and nothing invented."""
+"""Where a result was measured: the commit by git's own word, the compiler by its own, and the work of other processes."""
 
+import io
 import shutil
 import subprocess
 from pathlib import Path
@@ -75,3 +76,12 @@ def test_words_for_a_page():
         **known, processor="CPU X", device="cpu", threads=1, commit="0123456789abcdef-dirty", instruction_set="avx2"
     )
     assert where.where == "cpu (CPU X, avx2, 1 thread) by difftransformer 1 (commit 0123456789ab with changes)"
+
+
+def test_the_work_of_others_by_hand(monkeypatch):
+    """16 s of busy cores (idle and waiting ones aside, other machines' share included) less 4 s of this process."""
+    stat = "cpu  1000 0 400 9999 5 50 50 100 7 0\ncpu0 1 2\n"
+    monkeypatch.setattr(module, "open", lambda *_, **__: io.StringIO(stat), raising=False)
+    monkeypatch.setattr(module.os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(module.os, "times", lambda: (2.0, 1.0, 0.5, 0.5, 1e6))
+    assert module.foreign_cpu_seconds() == pytest.approx(12.0)

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import statistics
 import textwrap
 import time
@@ -95,28 +94,6 @@ def deterministically(*, fill_memory: bool) -> Iterator[None]:
     finally:
         torch.set_deterministic_debug_mode(mode)
         memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-
-
-def foreign_cpu_share() -> Callable[[], float | None]:
-    """Return a function that tells which share of the CPU time other processes have taken since now; None if not Linux."""
-    begun, before = time.monotonic(), foreign_cpu_seconds()
-
-    def share() -> float | None:
-        now, cpu_seconds = foreign_cpu_seconds(), (time.monotonic() - begun) * (os.cpu_count() or 1)
-        return None if before is None or now is None else max(0.0, now - before) / cpu_seconds
-
-    return share
-
-
-def foreign_cpu_seconds() -> float | None:
-    """Return the CPU seconds of all cores that other processes and other machines took since the start; None if not Linux."""
-    try:
-        with open("/proc/stat", encoding="ascii") as file:
-            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
-    except OSError:
-        return None
-    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    return busy - sum(os.times()[:4])  # of this process and its finished children
 
 
 def _host_clock(call: Callable[[], object]) -> Callable[[], float]:

@@ -4,10 +4,13 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -45,6 +48,28 @@ def now() -> str:
 def command_line() -> str:
     """The command that is running, as it would be typed."""
     return shlex.join(["difftransformer", *sys.argv[1:]])
+
+
+def foreign_cpu_share() -> Callable[[], float | None]:
+    """Return a function that tells which share of the CPU time other processes have taken since now; None if not Linux."""
+    begun, before = time.monotonic(), foreign_cpu_seconds()
+
+    def share() -> float | None:
+        now, cpu_seconds = foreign_cpu_seconds(), (time.monotonic() - begun) * (os.cpu_count() or 1)
+        return None if before is None or now is None else max(0.0, now - before) / cpu_seconds
+
+    return share
+
+
+def foreign_cpu_seconds() -> float | None:
+    """Return the CPU seconds of all cores that other processes and other machines took since the start; None if not Linux."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    except OSError:
+        return None
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(os.times()[:4])  # of this process and its finished children
 
 
 @functools.cache
