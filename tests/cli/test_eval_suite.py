@@ -168,24 +168,12 @@ def test_undefined_figures_and_broken_figures_are_gaps_of_the_page(models, prese
         raise IndexError("no such place")
 
     monkeypatch.setattr(needle.NeedleTask, "score", fail)
-    words = [
-        "eval",
-        str(preset),
-        models[0],
-        str(broken),
-        str(tmp_path / "none"),
-        "--out",
-        str(out),
-    ]
+    words = ["eval", str(preset), models[0], str(broken), str(tmp_path / "none"), "--out", str(out)]
     assert main(words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith(f"difftransformer eval {preset}: missing: ") for line in lines)
     page = (out / "index.html").read_text()
-    for gap in (
-        "broken: nll is undefined",
-        "IndexError: no such place",
-        f"every task on {tmp_path / 'none'}",
-    ):
+    for gap in ("broken: nll is undefined", "IndexError: no such place", f"every task on {tmp_path / 'none'}"):
         assert gap in page
         assert any(gap in line for line in lines)
     assert f"{figure(out, '0-diff', 'the loss'):.2g}" in page

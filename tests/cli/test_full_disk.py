@@ -43,10 +43,7 @@ def commands(toy_file, toy, toy_shards, tmp_path):
     text.write_text("".join(f"line {i} tells of {i * i} things\n" for i in range(900)))
     (tmp_path / "suite.yaml").write_text(
         yaml.safe_dump(
-            {
-                "name": "s",
-                "tasks": [{"task": "perplexity", "options": {"text": str(text), "window": 16, "windows": 2}}],
-            }
+            {"name": "s", "tasks": [{"task": "perplexity", "options": {"text": str(text), "window": 16, "windows": 2}}]}
         )
     )
     (tmp_path / "study.yaml").write_text(

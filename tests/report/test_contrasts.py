@@ -255,11 +255,7 @@ def test_log_odds_and_logs():
     assert found.unit == "log units"
 
 
-SEQUENCE = [
-    contrast("first"),
-    contrast("second", plus=["v2"]),
-    contrast("third", plus=["diff"], minus=["v2"]),
-]
+SEQUENCE = [contrast("first"), contrast("second", plus=["v2"]), contrast("third", plus=["diff"], minus=["v2"])]
 
 
 @pytest.mark.parametrize(

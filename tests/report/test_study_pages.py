@@ -11,14 +11,7 @@ import yaml
 
 from difftransformer_lab.cli import report as command
 from difftransformer_lab.plots.style import COLOURS, MORE_COLOURS, REFERENCE_COLOUR, arm_styles
-from difftransformer_lab.report import (
-    Studied,
-    judge,
-    read_claims,
-    read_studies,
-    studied,
-    write_evidence,
-)
+from difftransformer_lab.report import Studied, judge, read_claims, read_studies, studied, write_evidence
 from difftransformer_lab.report.answers import shared_words
 from difftransformer_lab.report.claims import Claim, ClaimTest, Explored, Named
 from difftransformer_lab.report.page import Page as ReportPage

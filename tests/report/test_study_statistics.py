@@ -14,12 +14,7 @@ from difftransformer_lab.report.answers import answer, scaling_answers
 from difftransformer_lab.report.comparisons import compare, in_direction, row_of, timed_seeds
 from difftransformer_lab.report.lead import verdicts_table
 from difftransformer_lab.report.scaling import fit_power_law, interpolate, scaling_of
-from difftransformer_lab.report.study_tables import (
-    HELD_OUT,
-    costs_table,
-    equal_time_differences,
-    figures_table,
-)
+from difftransformer_lab.report.study_tables import HELD_OUT, costs_table, equal_time_differences, figures_table
 from difftransformer_lab.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
 from tests.support.simulated_study import LOSS, falling, record, save, study
 

@@ -340,10 +340,7 @@ def test_start_run_names_a_nested_difference(copied, study_document):
     other = copy.deepcopy(study_document)
     other["training"]["retrieval"]["share"] = 0.25
     with pytest.raises(CheckpointError, match=r"training.retrieval.share was 0.5 and is now 0.25"):
-        start_run(
-            folder / "runs" / "diff-seed0",
-            recipe_from(other, source="toy").with_model("diff").with_seed(0),
-        )
+        start_run(folder / "runs" / "diff-seed0", recipe_from(other, source="toy").with_model("diff").with_seed(0))
 
 
 def test_any_task_can_be_in_a_study(copied, study_document, no_costs, monkeypatch):
