@@ -108,17 +108,11 @@ def test_own_best_is_where_each_arm_was_best_while_rates_were_chosen(better):
         ("softmax", "normal"): [(1e-3, 2.1), (2e-3, 2.0)],
         ("softmax", "scaled"): [(1e-3, 2.2), (2e-3, 2.3)],
     }
-    chosen = {
-        ("diff", "normal"): 2e-3,
-        ("diff", "scaled"): 1e-3,
-        ("softmax", "normal"): 2e-3,
-        ("softmax", "scaled"): 1e-3,
-    }
     rates = [
         ChosenRate(
             arm=arm,
             point={"start": start, "size": "1M"},
-            learning_rate=chosen[arm, start],
+            learning_rate=min(values, key=lambda one: one[1])[0],
             tried=[(rate, sign * value) for rate, value in values],
         )
         for (arm, start), values in tried.items()
@@ -322,9 +316,8 @@ def test_a_plan_is_registered_only_if_every_run_began_after_its_commit():
     runs = evidence.runs["diff", ()]
     runs[2007] = dataclasses.replace(runs[2007], created="2025-12-31T00:00:00+00:00")
     runs[2008] = dataclasses.replace(runs[2008], created="2025-12-30T12:02:00+00:00")
-    evidence.runs["v2", ()][2000] = dataclasses.replace(
-        runs[2000], created="2025-01-01T00:00:00+00:00"
-    )  # in no contrast
+    in_no_contrast = dataclasses.replace(runs[2000], created="2025-01-01T00:00:00+00:00")
+    evidence.runs["v2", ()][2000] = in_no_contrast
     found = studied(evidence).registration
     assert found.words == "planned, not registered"
     assert found.why_not.startswith(

@@ -16,7 +16,7 @@ from difftransformer_lab.report.lead import verdicts_table
 from difftransformer_lab.report.scaling import fit_power_law, interpolate, scaling_of
 from difftransformer_lab.report.study_tables import HELD_OUT, costs_table, equal_time_differences, figures_table
 from difftransformer_lab.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
-from tests.support.simulated_study import LOSS, falling, record, save, study
+from tests.support.simulated_study import LOSS, record, save, study
 
 SEEDS = 5
 NOISE = 0.01
@@ -41,19 +41,15 @@ def losses(effects, rng, figures=(LOSS,), seeds=SEEDS):
 
 
 def test_an_effect_is_said_first_and_nothing_is_decided():
-    text = answer(*with_rows(losses({"diff": -1.0}, np.random.default_rng(0))), LOSS).text
+    clear, none = losses({"diff": -1.0}, np.random.default_rng(0)), losses({}, np.random.default_rng(1))
+    text = answer(clear, compare(clear), LOSS).text
     assert re.match(r"diff minus softmax -\d\.\d+ nats/token \[-\S+, -\S+\], below zero in 5 of 5 seeds \(", text)
     assert text.endswith("; explored with the normal start, not confirmed.")
     assert "told apart" not in text
-    text = answer(*with_rows(losses({}, np.random.default_rng(1))), LOSS).text
+    text = answer(none, compare(none), LOSS).text
     assert ", cannot be told apart; explored with the normal start, not confirmed." in text
     for word in ("better than", "worse", "Holm", "opposite"):
         assert word not in text
-
-
-def with_rows(evidence):
-    """A study with its comparisons."""
-    return evidence, compare(evidence)
 
 
 def test_differences_are_those_of_a_paired_t_test():
@@ -78,11 +74,18 @@ def test_runs_on_other_data_are_not_paired():
     assert (len(row.values), row.pairs) == (4, 3)
 
 
+def shares(values):
+    """A study of the accuracies of each arm."""
+
+    def make(arm, point, seed):
+        return record([SHARE], {SHARE.label: values[arm][seed]}, arm=arm)
+
+    return study(list(values), [SHARE], 3, make)
+
+
 def test_arms_at_a_ceiling_are_equal_and_have_no_interval():
     values = {"diff": [1.0, 1.0, 1.0], "wide": [0.9, 0.7, 0.6], "softmax": [1.0, 1.0, 1.0]}
-    evidence = study(
-        list(values), [SHARE], 3, lambda arm, _, seed: record([SHARE], {SHARE.label: values[arm][seed]}, arm=arm)
-    )
+    evidence = shares(values)
     rows = compare(evidence)
     row = row_of(rows, SHARE.label, "diff", ())
     assert (row.excludes_zero, row.difference.low, row.same_direction) == (False, None, 3)
@@ -92,20 +95,13 @@ def test_arms_at_a_ceiling_are_equal_and_have_no_interval():
 
 
 def test_seeds_are_counted_in_the_direction_of_their_mean():
-    assert [in_direction(values, sum(values)) for values in ([1, 2, -1], [-1, 0, -2], [0, 0], [1, -1, 0])] == [
-        2,
-        2,
-        2,
-        1,
-    ]
+    found = [in_direction(values, sum(values)) for values in ([1, 2, -1], [-1, 0, -2], [0, 0], [1, -1, 0])]
+    assert found == [2, 2, 2, 1]
 
 
 def test_a_share_has_no_interval_beyond_one():
     values = {"diff": [1.0, 0.9, 0.2], "softmax": [0.0, 0.1, 0.1]}
-    evidence = study(
-        ["diff", "softmax"], [SHARE], 3, lambda arm, _, seed: record([SHARE], {SHARE.label: values[arm][seed]}, arm=arm)
-    )
-    row = row_of(compare(evidence), SHARE.label, "diff", ())
+    row = row_of(compare(shares(values)), SHARE.label, "diff", ())
     assert stats.ttest_rel(values["diff"], values["softmax"]).confidence_interval().high > 1
     assert row.difference.high == 1.0
 
@@ -123,18 +119,6 @@ def test_a_share_has_no_interval_beyond_one():
 def test_steps_to_a_level(curve, name, level, step):
     figure = StudyFigure(label="steps", curve=name, reaches=level)
     assert figure_of(record([], {}, arm="diff", curves={name: curve}), figure) == step
-
-
-def test_runs_that_never_reach_the_level_are_counted():
-    def make(arm, point, seed):
-        end = 1.0 if arm == "diff" and seed else 0.5
-        return record([], {}, arm=arm, curves={"validation_accuracy": Curve(steps=[500, 1000], values=[0.0, end])})
-
-    rows = compare(study(["diff", "softmax"], [STEPS], 3, make))
-    assert row_of(rows, STEPS.label, "diff", ()).reached == 2
-    assert row_of(rows, STEPS.label, "softmax", ()).reached == 0
-    assert row_of(rows, STEPS.label, "softmax", ()).statistic.mean == 1000
-    assert not any(row.is_censored for row in rows)
 
 
 def test_a_level_that_nothing_reaches_has_no_mean_and_no_difference():
@@ -171,11 +155,9 @@ def test_runs_that_reach_the_level_are_counted_over_all_settings():
         ("softmax", ("b",), 0, 3, False),
     ]
     assert " 2 of 6 runs of diff and 0 of 6 runs of softmax reached 0.9;" in answer(evidence, rows, STEPS).text
-    overview = {row[0]: row[1] for row in verdicts_table(evidence, rows).folded()}
-    assert overview == {
-        "diff": "983 ± 8, no clear difference",
-        "softmax": "not reached",
-    }  # 950 where it is reached, else 1000
+    assert row_of(rows, STEPS.label, "softmax", ()).statistic.mean == 1000
+    overview = {row[0]: row[1] for row in verdicts_table(evidence, rows).folded()}  # 950 where it is reached, else 1000
+    assert overview == {"diff": "983 ± 8, no clear difference", "softmax": "not reached"}
 
 
 def test_means_over_settings_are_paired_seed_by_seed():
@@ -208,24 +190,13 @@ def test_means_over_settings_are_paired_seed_by_seed():
 
 
 def test_an_axis_of_one_value_adds_no_comparison():
-    axis = StudyAxis(name="noise", values=["0"])
-    evidence = study(
-        ["diff", "softmax"],
-        [STEPS],
-        3,
-        lambda arm, _, seed: record(
-            [],
-            {},
-            arm=arm,
-            curves={"validation_accuracy": Curve(steps=[1, 2], values=[0.0, 1.0 + seed * (arm == "diff")])},
-        ),
-        axes=[axis],
-    )
-    rows = compare(evidence)
-    assert [(row.arm.name, row.point, row.reached, row.pairs) for row in rows] == [
-        ("diff", (), 3, 3),
-        ("softmax", (), 3, 0),
-    ]
+    def make(arm, point, seed):
+        curve = Curve(steps=[1, 2], values=[0.0, 1.0 + seed * (arm == "diff")])
+        return record([], {}, arm=arm, curves={"validation_accuracy": curve})
+
+    rows = compare(study(["diff", "softmax"], [STEPS], 3, make, axes=[StudyAxis(name="noise", values=["0"])]))
+    found = [(row.arm.name, row.point, row.reached, row.pairs) for row in rows]
+    assert found == [("diff", (), 3, 3), ("softmax", (), 3, 0)]
 
 
 SIZES = StudyAxis(name="size", values=["s", "m", "l", "xl"], numbers=[0.3e6, 1e6, 3e6, 8e6])
@@ -327,10 +298,6 @@ def test_tuning_runs_are_in_no_comparison(tmp_path):
     members = [dataclasses.replace(member, is_tuning=member.seed == 0) for member in evidence.index.members]
     path = save(dataclasses.replace(evidence, index=dataclasses.replace(evidence.index, members=members)), tmp_path)
     assert {row.pairs for row in compare(read_evidence(path)) if row.difference} == {SEEDS - 1}
-
-
-def test_curves_of_simulated_runs_fall():
-    assert falling(6, 2, 1000, np.random.default_rng(0)).values[-1] == pytest.approx(2, abs=0.1)
 
 
 def test_times_are_compared_between_machines_of_one_kind():
