@@ -87,7 +87,7 @@ def test_quantized_draws_a_row_for_each_place():
         for task, value in (("piqa", 0.3), ("boolq", 0.7))
         for name in ("acc", "acc_norm")
     ]
-    figure = drawn(quantized, [task_result("quantized", "a", rows, weights="none", activations="none")])
+    figure = quantized.draw([task_result("quantized", "a", rows, weights="none", activations="none")])[2]
     titles = [f"{task}, 5 shots, a step for each row" for task in ("piqa", "boolq")]
     assert [ax.get_title(loc="left") for ax in figure.axes] == titles
     assert [ax.lines[0].get_ydata().tolist() for ax in figure.axes] == [[0.3, 0.3], [0.7, 0.7]]
@@ -142,7 +142,7 @@ def test_maps_draw_a_panel_for_each():
     ],
 )
 def test_maps_fill_their_rows_and_name_their_axes(heads, rows):
-    figure = drawn(maps, [mapped("a", True, heads)])
+    figure = maps.draw([mapped("a", True, heads)])[2]
     places = [ax for ax in figure.subfigs[1].axes if ax.get_ylabel() != "weight"]
     assert all(ax.get_visible() for ax in places)
     assert [sum(ax.get_subplotspec().rowspan.start == row for ax in places) for row in range(len(rows))] == rows
