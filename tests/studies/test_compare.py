@@ -1,6 +1,5 @@
 """The comparison, end to end on a toy: what it writes, what it reuses, what it refuses."""
 
-import copy
 import math
 import shutil
 import statistics
@@ -10,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from difftransformer.errors import CheckpointError, ConfigError, DataError, DiffTransformerError
+from difftransformer.errors import ConfigError, DataError, DiffTransformerError
 from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer.train import checkpoints, read_metrics
 from difftransformer_lab.cli.main import main
@@ -212,18 +211,15 @@ def times(folder):
     return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
 
 
-def test_a_second_run_reuses_everything(study, study_document, comparison, no_costs, no_jobs):
-    folder, path = study
+def test_a_second_run_reuses_everything(copied, study_document, comparison, no_costs, no_jobs):
+    """With other jobs and an own name too."""
+    folder, _ = copied
     before = times(folder)
-    assert main(["compare", str(path), "--out", str(folder)]) == 0
+    compare(recipe_from(study_document, source="toy"), folder)
     assert times(folder) == before
     again = read_evidence(folder / "results.json")
     assert again.runs == comparison.runs
     assert again.index.figures == comparison.index.figures
-
-
-def test_other_jobs_and_an_own_name_reuse_everything_too(copied, study_document, no_costs, no_jobs):
-    folder, _ = copied
     study_document["compare"]["jobs"] = 1
     study_document["name"] = "another"
     assert compare(recipe_from(study_document, source="toy"), folder).name == "another"
@@ -252,9 +248,8 @@ def test_only_what_is_missing_or_damaged_is_done_again(
     assert sorted(waiting) == ["diff-seed0", "diff-seed1", "softmax-seed1"]
     assert f"{changed}: not a results file, or changed since it was written" in capsys.readouterr().out
     again = {"needle.json", "perplexity.json", "allocation.json", "record.json"}
-    assert {p: t for p, t in times(folder).items() if p.name not in again} == {
-        p: t for p, t in before.items() if p.name not in again
-    }
+    old, new = ({p: t for p, t in one.items() if p.name not in again} for one in (before, times(folder)))
+    assert new == old
     assert measured(read_evidence(folder / "results.json")) == measured(comparison)
 
 
@@ -328,19 +323,9 @@ def test_a_run_that_the_system_kills_says_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Job, "start", start)
     job = Job(label="DIFF, seed 0", folder=tmp_path, shards=[], steps=5, threads=1, step=3)
-    with pytest.raises(
-        DiffTransformerError,
-        match="DIFF, seed 0: its process was ended by SIGKILL at step 3; if memory ran out, give fewer --jobs",
-    ):
+    words = "DIFF, seed 0: its process was ended by SIGKILL at step 3; if memory ran out, give fewer --jobs"
+    with pytest.raises(DiffTransformerError, match=words):
         run_jobs([job], at_once=1)
-
-
-def test_start_run_names_a_nested_difference(copied, study_document):
-    folder, _ = copied
-    other = copy.deepcopy(study_document)
-    other["training"]["retrieval"]["share"] = 0.25
-    with pytest.raises(CheckpointError, match=r"training.retrieval.share was 0.5 and is now 0.25"):
-        start_run(folder / "runs" / "diff-seed0", recipe_from(other, source="toy").with_model("diff").with_seed(0))
 
 
 def test_any_task_can_be_in_a_study(copied, study_document, no_costs, monkeypatch):
