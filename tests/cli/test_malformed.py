@@ -151,7 +151,6 @@ DOCUMENTS = {
     "two documents": "name: x\n---\nname: y",
     "an anchor": "name: *x",
     "control": "name: \x1b[31m",
-    "outside": "name: ../../x",
 }
 
 
@@ -204,9 +203,7 @@ def test_shards_and_checkpoints(refuses, name, damage):
 
 
 LINES = (
-    "", "\x1b[2J\nx", "evla", "generate", "generate ours text --top_p nan", "generate ours text --seed " + "9" * 5000,
-    "generate nowhere text", "generate ours text --device cuda:99", "generate ours text --zzz 1",
-    "train recipe.yaml --threads -1",
+    "", "\x1b[2J\nx", "evla", "generate", "generate nowhere text", "generate ours text --device cuda:99",
     "train recipe.yaml --set training.steps", "eval needle ours --text text.txt --lengths [" + "9" * 25 + "] --out new",
     "eval perplexity ours --text text.txt --windows -1 --out new", "convert ours new --to nothing", "export ours text.txt",
     "tokenize hf:x:y:z:w", "report text.txt", "info /dev/null", "plan recipe.yaml --gpus 0", "upcycle text.txt new --to diff",
