@@ -27,8 +27,8 @@ SIZES = {
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "max_position_embeddings": 64,
 }
+SIZES |= {"max_position_embeddings": 64}
 KINDS = {
     "diff": lambda: DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES)),
     "softmax": lambda: DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES, attention_type="softmax")),
@@ -127,9 +127,8 @@ def test_draws(saved, generate):
 
 def test_settings_saved_with_the_model_do_not_act(saved, generate):
     folder = saved()
-    (folder / "generation_config.json").write_text(
-        json.dumps({"do_sample": True, "temperature": 5.0, "top_k": 7, "top_p": 0.5})
-    )
+    settings = {"do_sample": True, "temperature": 5.0, "top_k": 7, "top_p": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
     assert generate(folder, PROMPT, "--max-new-tokens", 20) == expected(folder)
 
 
@@ -167,9 +166,7 @@ def test_backend(saved, generate, fails, kind):
 def test_diffllama_is_accelerated(saved, generate, monkeypatch):
     calls = []
     op = acceleration.normed_differential_attention
-    monkeypatch.setattr(
-        acceleration, "normed_differential_attention", lambda *a, **options: calls.append(0) or op(*a, **options)
-    )
+    monkeypatch.setattr(acceleration, op.__name__, lambda *a, **options: calls.append(0) or op(*a, **options))
     generate(saved("diffllama"), PROMPT, "--max-new-tokens", 3)
     assert len(calls) == 6
 
@@ -270,9 +267,8 @@ def test_wrong_folders(saved, fails, tmp_path):
 
 def test_wrong_models(saved, fails):
     folder = saved("llama")
-    assert "a 'llama' model, which does not use this package's attention" in fails(
-        folder, PROMPT, "--backend", "chunked"
-    )
+    line = fails(folder, PROMPT, "--backend", "chunked")
+    assert "a 'llama' model, which does not use this package's attention" in line
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "model.safetensors is cut short or damaged" in fails(folder, PROMPT)

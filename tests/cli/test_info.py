@@ -84,14 +84,8 @@ def test_a_shipped_recipe(start):
 
 
 def test_a_saved_model_is_measured_with_fresh_weights(start, tmp_path):
-    config = DiffTransformerConfig(
-        attention_type="softmax",
-        hidden_size=32,
-        num_attention_heads=4,
-        num_hidden_layers=1,
-        vocab_size=50,
-        initialization="normal",
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 50}
+    config = DiffTransformerConfig(attention_type="softmax", initialization="normal", **sizes)
     model = DiffTransformerForCausalLM(config)
     model.model.embed_tokens.weight.data.mul_(100)
     model.save_pretrained(tmp_path)

@@ -16,14 +16,8 @@ from difftransformer_lab.cli.main import main
 def model(tmp_path):
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
-    config = DiffTransformerConfig(
-        vocab_size=258,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.end_of_text,
-    )
+    sizes = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = DiffTransformerConfig(**sizes, max_position_embeddings=256, eos_token_id=tokenizer.end_of_text)
     DiffTransformerForCausalLM(config).save_pretrained(tmp_path / "model")
     tokenizer.save(tmp_path / "model")
     return tmp_path / "model"
