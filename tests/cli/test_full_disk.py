@@ -43,14 +43,10 @@ def commands(toy_file, toy, toy_shards, tmp_path):
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": [loss]}))
     arms = {"diff": {"set": {"model.attention_type": "diff"}}, "twin": {"set": {"model.attention_type": "softmax"}}}
     study = {
-        "name": "small",
-        "question": "Does it work?",
-        "recipe": str(toy_file),
-        "reference": "twin",
-        "arms": arms,
+        "name": "small", "question": "Does it work?", "recipe": str(toy_file), "reference": "twin", "arms": arms,
         "figures": [{"label": "loss", "task": "perplexity", "name": "nll", "unit": "nats/token"}],
         "presets": {"laptop": {"seeds": 1, "set": {"evaluation.needle": None, "evaluation.allocation": None}}},
-    }
+    }  # fmt: skip
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
     task = ["eval", "perplexity", model, "--text", text, "--window", "16", "--windows", "2", "--out"]
     return {
@@ -68,16 +64,11 @@ def commands(toy_file, toy, toy_shards, tmp_path):
 WRITES = [
     ("train", 100, "config.yaml"),
     ("train", 4000, "step-000003: the checkpoint of step 3 cannot be written (model.safetensors: File too large)"),
-    ("tokenize", 30_000, "while writing train-00000.bin"),
-    ("export", 2000, "model.safetensors"),
-    ("convert", 2000, "model.safetensors"),
-    ("upcycle", 2000, "model.safetensors"),
-    ("study", 500, "config.yaml"),
-    ("eval task", 10, "perplexity.answers.jsonl"),
-    ("eval task", 1000, "perplexity.json"),
-    ("eval task", 8000, "perplexity.svg"),
-    ("eval suite", 8000, ".svg"),
-]
+    ("tokenize", 30_000, "while writing train-00000.bin"), ("export", 2000, "model.safetensors"),
+    ("convert", 2000, "model.safetensors"), ("upcycle", 2000, "model.safetensors"), ("study", 500, "config.yaml"),
+    ("eval task", 10, "perplexity.answers.jsonl"), ("eval task", 1000, "perplexity.json"),
+    ("eval task", 8000, "perplexity.svg"), ("eval suite", 8000, ".svg"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "bytes_", "file"), WRITES)

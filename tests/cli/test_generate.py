@@ -22,12 +22,8 @@ from difftransformer_lab.printable import printable
 from tests.support import fresh
 
 SIZES = {
-    "vocab_size": 258,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 SIZES |= {"max_position_embeddings": 64}
 KINDS = {
     "diff": lambda: DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES)),
@@ -218,21 +214,15 @@ def test_room(saved, generate, fails, capsys):
     ("words", "message"),
     [
         (["--max-new-tokens", 0], "--max-new-tokens 0: give at least 1"),
-        (["--num-beams", 0], "--num-beams 0: give at least 1"),
-        (["--temperature", -1], "--temperature -1"),
-        (["--temperature", "nan"], "temperature"),
-        (["--temperature", 1, "--top-p", 0], "--top-p 0"),
+        (["--num-beams", 0], "--num-beams 0: give at least 1"), (["--temperature", -1], "--temperature -1"),
+        (["--temperature", "nan"], "temperature"), (["--temperature", 1, "--top-p", 0], "--top-p 0"),
         (["--temperature", 1, "--top-p", 1.5], "--top-p 1.5: give a probability"),
         (["--temperature", 1, "--top-k", 0], "--top-k 0: give at least 1"),
-        (["--top-k", 5], "--top-k 5 is for sampling"),
-        (["--top-p", 0.5], "--top-p 0.5 is for sampling"),
-        (["--device", "tpu"], "--device tpu"),
-        (["--dtype", "int4"], "int4"),
-        (["--cache", "paged"], "paged"),
-        (["--seed", "many"], "seed"),
-        (["--prompt-file", "x.txt"], "a prompt and --prompt-file were given"),
+        (["--top-k", 5], "--top-k 5 is for sampling"), (["--top-p", 0.5], "--top-p 0.5 is for sampling"),
+        (["--device", "tpu"], "--device tpu"), (["--dtype", "int4"], "int4"), (["--cache", "paged"], "paged"),
+        (["--seed", "many"], "seed"), (["--prompt-file", "x.txt"], "a prompt and --prompt-file were given"),
     ],
-)
+)  # fmt: skip
 def test_wrong_words(saved, fails, words, message):
     assert message in fails(saved(), PROMPT, *words)
 

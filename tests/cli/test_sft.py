@@ -26,15 +26,10 @@ def model(tmp_path):
 def command(path, out, steps, **fields):
     words = ["train", "sft", "--out", str(out)]
     changes = {
-        "data.source": path,
-        "data.folder": path.parent / "shards",
-        "training.steps": steps,
-        "training.batch_tokens": 1024,
-        "training.context_stages": "[[0, 256]]",
-        "training.validation_windows": 4,
-        "training.optimizer.learning_rate": "0.01",
-        **{key.replace("__", "."): value for key, value in fields.items()},
-    }
+        "data.source": path, "data.folder": path.parent / "shards", "training.steps": steps,
+        "training.batch_tokens": 1024, "training.context_stages": "[[0, 256]]", "training.validation_windows": 4,
+        "training.optimizer.learning_rate": "0.01", **{key.replace("__", "."): value for key, value in fields.items()},
+    }  # fmt: skip
     return [*words, *(word for key, value in changes.items() for word in ("--set", f"{key}={value}"))]
 
 

@@ -27,32 +27,19 @@ RUN_IN_ORDER = [
         ROOT / "docs" / f"{name}.md"
         for name in (
             *(
-                "accelerate",
-                "choose",
-                "conversion",
-                "evaluation",
-                "evaluation-tasks",
-                "huggingface",
+                "accelerate", "choose", "conversion", "evaluation", "evaluation-tasks", "huggingface",
                 "huggingface-tools",
             ),
             *("upcycling", "variants"),
         )
     ),
     *(path for path in sorted((ROOT / "docs" / "guides").glob("*.md")) if path.stem != "report"),  # it has no blocks
-]
+]  # fmt: skip
 TOO_LONG = ("bench", "compare variants")
 SHELLS = ("bash", "console", "sh", "shell")
 OTHER_DEPENDENCIES = (
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "scipy",
-    "yaml",
-    "jsonargparse",
-    "rich",
-    "matplotlib",
-    "jinja2",
-)
+    "transformers", "tokenizers", "safetensors", "scipy", "yaml", "jsonargparse", "rich", "matplotlib", "jinja2",
+)  # fmt: skip
 # [text](target), ![picture](target), src="target" and href="target"; code is taken out before.
 LINK = re.compile(r"\]\(([^()\s]+)(?:\s+\"[^\"]*\")?\)|(?:src|href|srcset)=\"([^\"]+)\"")
 

@@ -35,13 +35,9 @@ DifferentialEncoderLayer(64, 8, head_count=8, norm_first="yes")
 """
 
 EXPECTED = [
-    "torch._tensor.Tensor",
-    "tuple[torch._tensor.Tensor, torch._tensor.Tensor]",
-    "torch._tensor.Tensor | None",
-    "difftransformer.model.config.DiffTransformerConfig",
-    "int",
-    "bool",
-]
+    "torch._tensor.Tensor", "tuple[torch._tensor.Tensor, torch._tensor.Tensor]", "torch._tensor.Tensor | None",
+    "difftransformer.model.config.DiffTransformerConfig", "int", "bool",
+]  # fmt: skip
 
 
 PYRIGHT = shutil.which("basedpyright", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -173,13 +173,8 @@ def test_nothing_to_ask_is_refused():
 
 def test_the_fingerprint_sees_every_part_of_a_request():
     requests = [
-        Loss((1, 2)),
-        Loss((1, 2), first=0),
-        Choice((1,), ((2,), (3,))),
-        Choice((1,), ((2,), (4,))),
-        Quantized(Loss((1, 2)), 8, "row"),
-        Quantized(Loss((1, 2)), 6, "row"),
-        Quantized(Loss((1, 2)), 8, "head"),
-    ]
+        Loss((1, 2)), Loss((1, 2), first=0), Choice((1,), ((2,), (3,))), Choice((1,), ((2,), (4,))),
+        Quantized(Loss((1, 2)), 8, "row"), Quantized(Loss((1, 2)), 6, "row"), Quantized(Loss((1, 2)), 8, "head"),
+    ]  # fmt: skip
     assert len({requests_sha256([request]) for request in requests}) == len(requests)
     assert requests_sha256(requests[:2]) != requests_sha256(requests[1::-1])

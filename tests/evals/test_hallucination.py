@@ -156,18 +156,9 @@ def test_the_command(file, tmp_path, monkeypatch, capfd):
     out = tmp_path / "out"
     with judge_server(lambda text: reply("Fine.\nVERDICT: True")) as (server, address):
         words = [
-            "eval",
-            "hallucination",
-            tiny_model(tmp_path / "model"),
-            "--out",
-            str(out),
-            "--file",
-            file,
-            "--kind",
-            "qa",
-            "--items",
-            "3",
-        ]
+            "eval", "hallucination", tiny_model(tmp_path / "model"), "--out", str(out), "--file", file, "--kind", "qa",
+            "--items", "3",
+        ]  # fmt: skip
         words += ["--judgments", str(out / "judgments.jsonl"), "--max-new-tokens", "3", "--judge", "openai:tiny"]
         words += ["--endpoint", address, "--retries", "0"]
         server.script = ["drop", reply("VERDICT: True"), (401, {}, f'{{"error": {{"message": "{KEY}"}}}}')]

@@ -52,12 +52,9 @@ def test_verdicts_and_reasons_are_kept_for_a_person(server, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "deep" / "judgments.jsonl").read_text().splitlines()]
     assert [row["verdict"] for row in rows] == ["hallucinated", "faithful"] * 3
     assert rows[1] == rows[1] | {
-        "set": "s",
-        "answer": "true 1",
-        "reasoning": "Judged true 1.",
-        "document_begins": "The cat sat.",
+        "set": "s", "answer": "true 1", "reasoning": "Judged true 1.", "document_begins": "The cat sat.",
         "judge": "openai:tiny",
-    }
+    }  # fmt: skip
     body = stub.bodies[0]
     assert (body["model"], body["temperature"]) == ("tiny", 0)
     assert "VERDICT: True" in body["messages"][0]["content"]
@@ -80,17 +77,12 @@ def test_a_failed_request_is_tried_again(server, failure):
 
 
 REPLIES = {
-    "not JSON": (200, {}, "<html>"),
-    "no object": (200, {}, "[]"),
-    "no message": (200, {}, '{"choices": []}'),
-    "no text": reply(None),
-    "no verdict": reply("It is fine."),
-    "verdict not last": reply("VERDICT: True\nor is it?"),
-    "two verdicts": reply("VERDICT: True or VERDICT: False"),
-    "cut short": (200, {"X-Cut": "1"}, "{"),
+    "not JSON": (200, {}, "<html>"), "no object": (200, {}, "[]"), "no message": (200, {}, '{"choices": []}'),
+    "no text": reply(None), "no verdict": reply("It is fine."), "verdict not last": reply("VERDICT: True\nor is it?"),
+    "two verdicts": reply("VERDICT: True or VERDICT: False"), "cut short": (200, {"X-Cut": "1"}, "{"),
     "another error": (503, {}, "{}"),
     "too long a document": (413, {}, '{"error": {"code": "context_length_exceeded", "message": "x"}}'),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REPLIES)
@@ -281,12 +273,9 @@ def nli(tmp_path):
         from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
         words = [
-            "[PAD]",
-            "[UNK]",
-            "[CLS]",
-            "[SEP]",
+            "[PAD]", "[UNK]", "[CLS]", "[SEP]",
             *["the", "cat", "sat", "dog", "ran", "on", "mat", ",", ".", "a", "b", "c"],
-        ]
+        ]  # fmt: skip
         backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))

@@ -100,15 +100,8 @@ def test_divided_weights_answer_to_the_bit_as_one(tasks, alone, tmp_path):
     model, expected = alone
     lines = commands(tasks, model, tmp_path, "--divide-weights", "true")
     refused = [
-        "eval",
-        "quantized",
-        str(model),
-        "--out",
-        str(tmp_path / "q"),
-        "--weights",
-        "int8",
-        *tasks["perplexity"][:4],
-    ]
+        "eval", "quantized", str(model), "--out", str(tmp_path / "q"), "--weights", "int8", *tasks["perplexity"][:4],
+    ]  # fmt: skip
     done = run_together(2, [*lines, [*refused, "--task", "perplexity", "--divide-weights", "true"]])
     statuses = [json.loads(one.stdout.splitlines()[-1]) for one in done]
     assert statuses == [[0] * len(tasks) + [2]] * 2, done[0].stderr

@@ -109,14 +109,9 @@ class Seer(Oracle):
 
 def test_the_figures_are_the_tasks_own_at_each_setting(toy_shards, toy_text):
     needles = {
-        "lengths": [128],
-        "needles": [[2, 1]],
-        "depths": [0.5],
-        "documents": 2,
-        "digits": 3,
-        "text": str(toy_text),
+        "lengths": [128], "needles": [[2, 1]], "depths": [0.5], "documents": 2, "digits": 3, "text": str(toy_text),
         "seed": 4,
-    }
+    }  # fmt: skip
     options = Options(task="needle", task_options=needles, bits=[16, 4], granularity=["row", "tensor"], weights="int4")
     assert options.seed == 4
     task = QuantizedTask(options, Seer(toy_shards.tokenizer))

@@ -80,11 +80,8 @@ def test_a_tokenizer_without_either_is_refused(saved):
 def test_perplexity_scores_no_separator_and_names_it(saved, tmp_path):
     model = saved(bos_token="<s>", eos_token="</s>")
     texts = [
-        "The first one.",
-        "2",
-        "A third document, <s> and </s> in words.",
-        "And a fourth, which is longer than that.",
-    ]
+        "The first one.", "2", "A third document, <s> and </s> in words.", "And a fourth, which is longer than that.",
+    ]  # fmt: skip
     source = write_documents(tmp_path / "text.jsonl", *texts)
     words = ["--text", source, "--window", "20", "--windows", "4", "--position-buckets", "20"]
     assert main(["eval", "perplexity", model, *words, "--out", str(tmp_path / "out")]) == 0

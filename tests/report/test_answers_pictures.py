@@ -59,11 +59,8 @@ def test_math_is_bars_of_sets():
 
 def test_math_of_checkpoints_is_a_curve_a_run():
     names = [
-        ("runs/diff", 500, 0.1),
-        ("runs/diff", 1000, 0.3),
-        ("runs/softmax", 1000, 0.2),
-        ("runs/softmax", 500, 0.15),
-    ]
+        ("runs/diff", 500, 0.1), ("runs/diff", 1000, 0.3), ("runs/softmax", 1000, 0.2), ("runs/softmax", 500, 0.15),
+    ]  # fmt: skip
     _, _, figure = math.draw([maths(f"{run}/checkpoints/step-{step:06d}", value) for run, step, value in names])
     curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines]
     assert curves == [([500, 1000], [0.1, 0.3]), ([500, 1000], [0.15, 0.2])]

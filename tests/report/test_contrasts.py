@@ -171,20 +171,13 @@ def test_a_seed_on_other_data_does_not_count():
 @pytest.mark.parametrize(
     ("effect", "parts", "state"),
     [
-        (-0.1, {}, "below"),
-        (0.1, {}, "above"),
-        (0.1, {"margin": 0.05}, "above"),
-        (-0.1, {"margin": 0.05}, "below"),
-        (0.1, {"margin": 0.1}, "open"),
-        (0.0, {"smallest": 0.05}, "within"),
-        (0.0, {}, "open"),
-        (0.02, {"margin": 0.1, "smallest": 0.05}, "within"),
-        (-0.1, {"seeds": 4}, "too few seeds"),
-        (-0.1, {"seeds": 5}, "below"),
-        (-0.1, {"test": "welch"}, "open"),  # the common part of a seed is noise to it
+        (-0.1, {}, "below"), (0.1, {}, "above"), (0.1, {"margin": 0.05}, "above"), (-0.1, {"margin": 0.05}, "below"),
+        (0.1, {"margin": 0.1}, "open"), (0.0, {"smallest": 0.05}, "within"), (0.0, {}, "open"),
+        (0.02, {"margin": 0.1, "smallest": 0.05}, "within"), (-0.1, {"seeds": 4}, "too few seeds"),
+        (-0.1, {"seeds": 5}, "below"), (-0.1, {"test": "welch"}, "open"),  # the common part of a seed is noise to it
         (-1.0, {"test": "welch"}, "below"),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_is_where_the_interval_lies(effect, parts, state):
     (found,) = findings(confirming(drawn({"diff": effect}), [contrast(**parts)]))
     assert found.state == state

@@ -147,13 +147,9 @@ def test_runs_that_reach_the_level_are_counted_over_all_settings():
     evidence = study(["diff", "softmax"], [STEPS], 3, make, axes=[StudyAxis(name="noise", values=["a", "b"])])
     rows = compare(evidence)
     assert [(row.arm.name, row.point, row.reached, row.runs, row.is_censored) for row in rows] == [
-        ("diff", (), 2, 6, False),
-        ("softmax", (), 0, 6, False),
-        ("diff", ("a",), 0, 3, True),
-        ("softmax", ("a",), 0, 3, False),
-        ("diff", ("b",), 2, 3, False),
-        ("softmax", ("b",), 0, 3, False),
-    ]
+        ("diff", (), 2, 6, False), ("softmax", (), 0, 6, False), ("diff", ("a",), 0, 3, True),
+        ("softmax", ("a",), 0, 3, False), ("diff", ("b",), 2, 3, False), ("softmax", ("b",), 0, 3, False),
+    ]  # fmt: skip
     assert " 2 of 6 runs of diff and 0 of 6 runs of softmax reached 0.9;" in answer(evidence, rows, STEPS).text
     assert row_of(rows, STEPS.label, "softmax", ()).statistic.mean == 1000
     overview = {row[0]: row[1] for row in verdicts_table(evidence, rows).folded()}  # 950 where it is reached, else 1000
