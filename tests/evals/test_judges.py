@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from difftransformer.errors import CheckpointError, ConfigError, EvaluationError
@@ -156,11 +157,8 @@ def test_tokens_are_limited(server, tmp_path):
     assert len(stub.candidates) == 2
     # A request that got no answer counts as foreseen: it may have been worked on.
     stub.script = ["hang"] * 4
-    one = judge(address, max_tokens=2 * foreseen + 500)
-    assert (
-        verdicts(judge_all(one, [case("true new"), case("newer"), case("newest")], tmp_path / "k.jsonl")[0])
-        == [None] * 3
-    )
+    one, cases = judge(address, max_tokens=2 * foreseen + 500), [case("true new"), case("newer"), case("newest")]
+    assert verdicts(judge_all(one, cases, tmp_path / "k.jsonl")[0]) == [None] * 3
     assert one.requests == 2
 
 
@@ -258,9 +256,6 @@ def test_overlap(answer, faithful, words):
     assert words in found.reasoning
     assert OverlapJudge(0.5).judge(case("A cat sat on a mat")).faithful
     assert OverlapJudge(1.0).judge(case("1,500 dogs", document="Of 1,500 DOGS.")).faithful
-
-
-def test_overlap_threshold():
     with pytest.raises(ConfigError, match="overlap_threshold=0"):
         OverlapJudge(0)
 
@@ -270,12 +265,7 @@ def nli(tmp_path):
     """Save a classifier with a tokenizer of whole words."""
 
     def save(labels=("contradiction", "Entailment", "neutral")):
-        from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-        words = [
-            "[PAD]", "[UNK]", "[CLS]", "[SEP]",
-            *["the", "cat", "sat", "dog", "ran", "on", "mat", ",", ".", "a", "b", "c"],
-        ]  # fmt: skip
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "dog", "ran", "on", "mat", ",", ".", *"abc"]
         backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))

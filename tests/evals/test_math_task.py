@@ -1,6 +1,8 @@
 """Answers taken from texts and compared exactly; an oracle solves everything, a wrong model nothing."""
 
+import itertools
 import json
+import random
 import re
 
 import pytest
@@ -32,15 +34,10 @@ def test_extraction(text, answer):
 @pytest.fixture
 def problems(tmp_path):
     path = tmp_path / "sums.jsonl"
-    rows = [
-        {
-            "question": f"What is {a} + {b}?",
-            "answer": f"#### {a + b}" if a > 5 else a + b,
-            "set": "odd" if a % 2 else "even",
-        }
-        for a in range(1, 11)
-        for b in (3, 1000)
-    ]
+    rows = []
+    for a, b in itertools.product(range(1, 11), (3, 1000)):
+        answer = f"#### {a + b}" if a > 5 else a + b
+        rows.append({"question": f"What is {a} + {b}?", "answer": answer, "set": "odd" if a % 2 else "even"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -85,8 +82,6 @@ def test_lengths_and_the_cap(problems):
 
 def test_a_guesser_scores_chance(problems, tmp_path):
     """Answers are 0 to 9; a guess is right one time in ten, within three standard errors of 400 problems."""
-    import random
-
     draw, path = random.Random(0), tmp_path / "digits.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i}?", "answer": i % 10}) + "\n" for i in range(400)))
     model = Writer(lambda prompt: f" {draw.randrange(10)}")
@@ -106,9 +101,8 @@ def test_chat_prompts(problems):
 
 def test_a_prompt_longer_than_the_context(problems):
     model = Writer(solve, context_tokens=1200)
-    with pytest.raises(
-        DataError, match=r"odd/1: the prompt takes \d+ tokens .* 1024, the model's context has 1200; lower"
-    ):
+    words = r"odd/1: the prompt takes \d+ tokens .* 1024, the model's context has 1200; lower"
+    with pytest.raises(DataError, match=words):
         MathTask(Options(sets=[problems]), model)
 
 

@@ -24,9 +24,8 @@ SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}
 def model(request):
     torch.manual_seed(1)
     if request.param == "diff":
-        return DiffTransformerForCausalLM(
-            DiffTransformerConfig(attention_type="diff", initialization="normal", **SIZES)
-        ).eval()
+        config = DiffTransformerConfig(attention_type="diff", initialization="normal", **SIZES)
+        return DiffTransformerForCausalLM(config).eval()
     return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).eval()
 
 
@@ -136,8 +135,7 @@ def test_perplexity_is_the_default(tmp_path):
     options = Options(task_options={"text": str(tmp_path / "text.txt"), "window": 20, "windows": 2}, bits=[8])
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).eval()
-    scores = run_task(
-        language_model := CausalLanguageModel(model, byte_tokenizer()), QuantizedTask(options, language_model)
-    )
+    language_model = CausalLanguageModel(model, byte_tokenizer())
+    scores = run_task(language_model, QuantizedTask(options, language_model))
     assert scores.measurements[0].name == "nll"
     assert scores.measurements[0].at == {"bits": 8, "granularity": "row"}
