@@ -1,6 +1,7 @@
 """The shipped studies with their plans, claims and committed records: each says what it is, and what one names another has."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,17 @@ from difftransformer_lab.studies import Design, load_study
 from difftransformer_lab.studies.plan import FIRST_SEED, load_plan
 from difftransformer_lab.studies.records import RunStore
 
-RECORDS = Path(__file__).parents[2] / "docs" / "results" / "studies"
+DOCS = Path(__file__).parents[2] / "docs"
+RECORDS = DOCS / "results" / "studies"
 STUDIES = sorted(shipped_recipes("studies"))
 SIZES = [(name, size) for name in STUDIES for size in load_study(name).presets]
 PLANS = sorted(shipped_recipes("plans"))
 SUPERSEDED = {"scaling": 54}
 """Runs that no table uses, as the changes of their study say."""
 GPU_BYTES = 0.9 * 80 * 2**30
+ROW = re.compile(r"^\| `(\w+)`(?:, `([\w-]+)`)? \| (?:`([\w-]+)`|none) \| (\d+), (\d+) \|", re.MULTILINE)
+"""What docs/studies.md says of a size: its plan, its runs, and how many of them choose learning rates."""
+TOLD = {(study, size or "laptop"): rest for study, size, *rest in ROW.findall((DOCS / "studies.md").read_text("utf-8"))}
 
 
 def contrasts_of(plan):
@@ -28,6 +33,8 @@ def contrasts_of(plan):
 
 
 def test_every_study_has_a_size_for_a_laptop_and_one_for_a_gpu():
+    assert len(TOLD) == 7
+    assert TOLD.keys() <= {*SIZES}
     assert all({"laptop", "gpu"} <= load_study(name).presets.keys() for name in STUDIES)
 
 
@@ -37,6 +44,9 @@ def test_a_size_of_a_study(name, size):
     runs = design.reported()
     assert design.preset.about
     check_runs(design, runs)
+    if (name, size) in TOLD:
+        tuning = len(design.tuning)
+        assert [design.preset.plan, str(tuning + len(runs)), str(tuning)] == TOLD[name, size]
     if design.plan is not None:
         check_plan(design, runs)
     if not design.config.source:
