@@ -15,10 +15,8 @@ from difftransformer_lab.results import (
     VERSIONS,
     Bench,
     BenchRow,
-    DataIdentity,
     ItemScore,
     Measurement,
-    ModelIdentity,
     TaskResult,
     Timing,
     headlines,
@@ -28,22 +26,16 @@ from difftransformer_lab.results import (
     write_result,
 )
 from tests.support.environment import ENVIRONMENT
+from tests.support.task_results import task_result
 
+WHAT = {"part": "attention", "work": "forward", "dtype": "fp32", "implementation": "diff cpu"}
+TIMING = Timing(median_seconds=0.1, low_seconds=0.09, high_seconds=0.2, rounds=9)
 BENCH = Bench(
     command="difftransformer bench",
     created="2026-01-02T03:04:05+00:00",
     environment=ENVIRONMENT,
     foreign_cpu_share=0.25,
-    rows=[
-        BenchRow(
-            part="attention",
-            work="forward",
-            dtype="fp32",
-            shape={"length_tokens": 512, "heads": 8, "head_dim": 64},
-            implementation="diff cpu",
-            timing=Timing(median_seconds=0.1, low_seconds=0.09, high_seconds=0.2, rounds=9),
-        )
-    ],
+    rows=[BenchRow(**WHAT, shape={"length_tokens": 512, "heads": 8, "head_dim": 64}, timing=TIMING)],
 )
 
 
@@ -52,25 +44,15 @@ def measurement(name: str, value: float, **changes: Any) -> Measurement:
     return Measurement(name=name, value=value, **parts)
 
 
-TASK = TaskResult(
-    task="needle",
-    model=ModelIdentity(name="m", architecture="A", attention="diff", parameters=1, dtype="float32", sha256="0"),
-    data=DataIdentity(name="validation", sha256="1", requests=2),
-    options={"digits": 2},
-    choices=["one"],
-    seed=0,
-    command="difftransformer eval needle",
-    created="2026-01-02T03:04:05+00:00",
-    environment=ENVIRONMENT,
-    measurements=[
-        measurement("accuracy", 0.5, at={"cities": "seen"}, low=0.2, high=0.8),
-        measurement("accuracy", 0.25, at={"cities": "seen", "needles": 4}),
-        measurement("accuracy", 0.125, at={"cities": "seen", "depth": 0.5}, detail=True),
-        measurement("nll", 2.5, unit="nats/token", better="lower"),
-        measurement("share of hits", 0.7, better=None),
-    ],
-    items=[ItemScore(name="accuracy", item="document 0", score=1.0)],
-)
+MEASUREMENTS = [
+    measurement("accuracy", 0.5, at={"cities": "seen"}, low=0.2, high=0.8),
+    measurement("accuracy", 0.25, at={"cities": "seen", "needles": 4}),
+    measurement("accuracy", 0.125, at={"cities": "seen", "depth": 0.5}, detail=True),
+    measurement("nll", 2.5, unit="nats/token", better="lower"),
+    measurement("share of hits", 0.7, better=None),
+]
+SCORES = [ItemScore(name="accuracy", item="document 0", score=1.0)]
+TASK = task_result("needle", "m", MEASUREMENTS, scores=SCORES, data="validation", digits=2)
 
 
 def test_headlines_cover_most_of_the_data_and_have_a_better_direction() -> None:
@@ -106,9 +88,8 @@ def damage(tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], Any]], Path]:
 def test_a_result_is_read_back_as_it_was_written(result: Bench | TaskResult, tmp_path: Path) -> None:
     path = write_result(result, tmp_path / "deep" / "result.json")
     assert read_result(path, type(result)) == result
-    assert json.loads(path.read_text())["version"] == VERSIONS.get(
-        "bench" if result is BENCH else "task", SCHEMA_VERSION
-    )
+    kind = "bench" if result is BENCH else "task"
+    assert json.loads(path.read_text())["version"] == VERSIONS.get(kind, SCHEMA_VERSION)
     assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]
 
 
@@ -152,17 +133,13 @@ def test_a_file_that_is_not_understood_is_refused_by_name(
         assert word in message
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"bench"', '{"kind": "bench", "version": 1, "resul'])
-def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    path.write_text(text)
-    with pytest.raises(ResultsError, match="not a results file"):
-        read_result(path, Bench)
+DAMAGED = (b"", b"{", b"[1, 2]", b'"bench"', b'{"kind": "bench", "version": 1, "resul', b"\xff\xfe\x00\x01")
 
 
-def test_a_binary_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_file_and_a_folder_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    path.write_bytes(b"\xff\xfe\x00\x01")
+    path.write_bytes(content)
     for place in (path, tmp_path):
         with pytest.raises(ResultsError, match="not a results file"):
             read_result(place, Bench)

@@ -107,17 +107,9 @@ def test_a_required_field_may_not_be_missing(outer, name):
         build_outer(document)
 
 
+INNER = Inner(kind="a", pair=(1, 2.0))
 VALID = dataclasses.asdict(
-    Outer(
-        name="n",
-        count=1,
-        share=0.5,
-        on=True,
-        inner=Inner(kind="a", pair=(1, 2.0)),
-        more=[],
-        table={"x": 1.0},
-        anything={},
-    )
+    Outer(name="n", count=1, share=0.5, on=True, inner=INNER, more=[], table={"x": 1.0}, anything={})
 )
 
 
