@@ -28,24 +28,13 @@ def test_plain_documents(document):
     assert parse_json(json.dumps(document).encode()) == document
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("[", "in line 1"),
-        ("a: 1\n\tb: 2", "in line 2"),
-        ("[" * 3000, "nested too deeply"),
-        ("a: " + "9" * 5000, "5000 digits"),
-        ("a: 2024-13-45", "month must be in 1..12"),
-        ("a: b\0", "unacceptable character"),
-        ("!!python/object:x {}", "could not determine a constructor"),
-        ("a: !!int x", "invalid literal"),
-        *((f"a: !!{tag}", UNFIT) for tag in ("timestamp x", "bool x", "int", "float")),
-        ("a: !!str [x]", "expected a scalar"),
-        ("a: !!binary x", "base64"),
-        ("? [a]\n: b", "unhashable key"),
-    ],
-    ids=lambda value: value[:20],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("[", "in line 1"), ("a: 1\n\tb: 2", "in line 2"), ("[" * 3000, "nested too deeply"),
+    ("a: " + "9" * 5000, "5000 digits"), ("a: 2024-13-45", "month must be in 1..12"),
+    ("a: b\0", "unacceptable character"), ("!!python/object:x {}", "could not determine a constructor"),
+    ("a: !!int x", "invalid literal"), *((f"a: !!{tag}", UNFIT) for tag in ("timestamp x", "bool x", "int", "float")),
+    ("a: !!str [x]", "expected a scalar"), ("a: !!binary x", "base64"), ("? [a]\n: b", "unhashable key"),
+], ids=lambda value: value[:20])  # fmt: skip
 def test_faults_of_yaml(text, reason):
     with pytest.raises(ValueError, match=r"^not valid YAML") as caught:
         parse_yaml(text)

@@ -48,9 +48,8 @@ MEASUREMENTS = [
     measurement("accuracy", 0.5, at={"cities": "seen"}, low=0.2, high=0.8),
     measurement("accuracy", 0.25, at={"cities": "seen", "needles": 4}),
     measurement("accuracy", 0.125, at={"cities": "seen", "depth": 0.5}, detail=True),
-    measurement("nll", 2.5, unit="nats/token", better="lower"),
-    measurement("share of hits", 0.7, better=None),
-]
+    measurement("nll", 2.5, unit="nats/token", better="lower"), measurement("share of hits", 0.7, better=None),
+]  # fmt: skip
 SCORES = [ItemScore(name="accuracy", item="document 0", score=1.0)]
 TASK = task_result("needle", "m", MEASUREMENTS, scores=SCORES, data="validation", digits=2)
 
@@ -62,11 +61,9 @@ def test_headlines_cover_most_of_the_data_and_have_a_better_direction() -> None:
 
 def test_a_summary_has_every_figure_but_details() -> None:
     assert summary_rows(TASK) == [
-        ("needle accuracy (seen cities)", "0.5000 (5 of 10)"),
-        ("needle accuracy (seen cities, needles 4)", "0.2500"),
-        ("validation loss, nats/token", "2.5000"),
-        ("share of hits", "0.7000"),
-    ]
+        ("needle accuracy (seen cities)", "0.5000 (5 of 10)"), ("needle accuracy (seen cities, needles 4)", "0.2500"),
+        ("validation loss, nats/token", "2.5000"), ("share of hits", "0.7000"),
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -99,28 +96,22 @@ def test_a_whole_number_is_read_as_a_float(damage: Callable[..., Path]) -> None:
     assert (seconds, type(seconds)) == (1.0, float)
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (lambda d: d.update(version=9), ["version 9", f"reads version {VERSIONS['bench']}"]),
-        (lambda d: d.update(kind="comparison"), ["'comparison'", "expected 'bench'"]),
-        (lambda d: d.pop("version"), ["not a results file"]),
-        (lambda d: d["result"].pop("rows"), ["rows", "missing"]),
-        (lambda d: d["result"]["rows"][0].pop("dtype"), ["rows[0]", "dtype", "missing"]),
-        (lambda d: d["result"].update(colour="red"), ["colour", "unknown"]),
-        (
-            lambda d: d["result"]["rows"][0]["timing"].update(rounds="9"),
-            ["rows[0].timing.rounds", "expected int", "'9'"],
-        ),
-        (
-            lambda d: d["result"]["rows"][0]["timing"].update(rounds=True),
-            ["rows[0].timing.rounds", "expected int", "True"],
-        ),
-        (lambda d: d["result"].update(rows={}), ["rows", "expected a list"]),
-        (lambda d: d["result"].update(environment=[]), ["environment", "Environment"]),
-        (lambda d: d["result"]["environment"].update(device=None), ["environment.device", "expected str"]),
-    ],
-)
+@pytest.mark.parametrize(("edit", "words"), [
+    (lambda d: d.update(version=9), ["version 9", f"reads version {VERSIONS['bench']}"]),
+    (lambda d: d.update(kind="comparison"), ["'comparison'", "expected 'bench'"]),
+    (lambda d: d.pop("version"), ["not a results file"]),
+    (lambda d: d["result"].pop("rows"), ["rows", "missing"]),
+    (lambda d: d["result"]["rows"][0].pop("dtype"), ["rows[0]", "dtype", "missing"]),
+    (lambda d: d["result"].update(colour="red"), ["colour", "unknown"]),
+    (lambda d: d["result"]["rows"][0]["timing"].update(rounds="9"), ["rows[0].timing.rounds", "expected int", "'9'"], ),
+    (
+        lambda d: d["result"]["rows"][0]["timing"].update(rounds=True),
+        ["rows[0].timing.rounds", "expected int", "True"],
+    ),
+    (lambda d: d["result"].update(rows={}), ["rows", "expected a list"]),
+    (lambda d: d["result"].update(environment=[]), ["environment", "Environment"]),
+    (lambda d: d["result"]["environment"].update(device=None), ["environment.device", "expected str"]),
+])  # fmt: skip
 def test_a_file_that_is_not_understood_is_refused_by_name(
     edit: Callable[[dict[str, Any]], Any], words: list[str], damage: Callable[..., Path]
 ) -> None:

@@ -175,17 +175,14 @@ def test_undefined_figures_and_broken_figures_are_gaps_of_the_page(models, prese
     assert all(line.startswith("difftransformer eval perplexity: missing: ") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("document", "words"),
-    [
-        ({"name": "x", "tasks": []}, "give at least one"),
-        ({"name": "x", "tasks": [{"task": "needle"}, {"task": "needle"}]}, "'needle' is given twice; give labels"),
-        ({"name": "x", "tasks": [{"task": "nothing"}]}, "no task 'nothing'; choose one of"),
-        ({"name": "x", "tasks": [{"task": "needle", "options": {"length": [5]}}]}, "did you mean lengths?"),
-        ({"name": "x", "tasks": [{"task": "needle", "label": "../a"}]}, "label '../a': it names files"),
-        ([1], "a suite is a mapping with name and tasks"),
-    ],
-)
+@pytest.mark.parametrize(("document", "words"), [
+    ({"name": "x", "tasks": []}, "give at least one"),
+    ({"name": "x", "tasks": [{"task": "needle"}, {"task": "needle"}]}, "'needle' is given twice; give labels"),
+    ({"name": "x", "tasks": [{"task": "nothing"}]}, "no task 'nothing'; choose one of"),
+    ({"name": "x", "tasks": [{"task": "needle", "options": {"length": [5]}}]}, "did you mean lengths?"),
+    ({"name": "x", "tasks": [{"task": "needle", "label": "../a"}]}, "label '../a': it names files"),
+    ([1], "a suite is a mapping with name and tasks"),
+])  # fmt: skip
 def test_impossible_suites_are_refused(document, words, models, tmp_path, fails):
     path = tmp_path / "suite.yaml"
     path.write_text(yaml.safe_dump(document))

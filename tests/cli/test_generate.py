@@ -210,19 +210,16 @@ def test_room(saved, generate, fails, capsys):
         assert f"the prompt has {count} tokens, and the model 64 positions" in fails(folder, "x" * count)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--max-new-tokens", 0], "--max-new-tokens 0: give at least 1"),
-        (["--num-beams", 0], "--num-beams 0: give at least 1"), (["--temperature", -1], "--temperature -1"),
-        (["--temperature", "nan"], "temperature"), (["--temperature", 1, "--top-p", 0], "--top-p 0"),
-        (["--temperature", 1, "--top-p", 1.5], "--top-p 1.5: give a probability"),
-        (["--temperature", 1, "--top-k", 0], "--top-k 0: give at least 1"),
-        (["--top-k", 5], "--top-k 5 is for sampling"), (["--top-p", 0.5], "--top-p 0.5 is for sampling"),
-        (["--device", "tpu"], "--device tpu"), (["--dtype", "int4"], "int4"), (["--cache", "paged"], "paged"),
-        (["--seed", "many"], "seed"), (["--prompt-file", "x.txt"], "a prompt and --prompt-file were given"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    (["--max-new-tokens", 0], "--max-new-tokens 0: give at least 1"),
+    (["--num-beams", 0], "--num-beams 0: give at least 1"), (["--temperature", -1], "--temperature -1"),
+    (["--temperature", "nan"], "temperature"), (["--temperature", 1, "--top-p", 0], "--top-p 0"),
+    (["--temperature", 1, "--top-p", 1.5], "--top-p 1.5: give a probability"),
+    (["--temperature", 1, "--top-k", 0], "--top-k 0: give at least 1"),
+    (["--top-k", 5], "--top-k 5 is for sampling"), (["--top-p", 0.5], "--top-p 0.5 is for sampling"),
+    (["--device", "tpu"], "--device tpu"), (["--dtype", "int4"], "int4"), (["--cache", "paged"], "paged"),
+    (["--seed", "many"], "seed"), (["--prompt-file", "x.txt"], "a prompt and --prompt-file were given"),
+])  # fmt: skip
 def test_wrong_words(saved, fails, words, message):
     assert message in fails(saved(), PROMPT, *words)
 

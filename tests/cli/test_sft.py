@@ -57,13 +57,10 @@ def test_a_model_learns_its_answers(model, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "I see."
 
 
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([{"role": "user", "content": "Hello?"}], "chats.jsonl: line 1: messages without an answer"),
-        ([{"role": "poet", "content": "Hello?"}], "line 1: message 1 has the role 'poet'; allowed are"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "words"), [
+    ([{"role": "user", "content": "Hello?"}], "chats.jsonl: line 1: messages without an answer"),
+    ([{"role": "poet", "content": "Hello?"}], "line 1: message 1 has the role 'poet'; allowed are"),
+])  # fmt: skip
 def test_messages_without_an_answer_are_one_line(messages, words, model, tmp_path, capsys):
     path = chats(tmp_path / "chats.jsonl", [messages])
     assert main(command(path, tmp_path / "run", 1, start_from=model, data__tokenizer=model)) == 2

@@ -49,16 +49,13 @@ def test_one_model(llama, text, tmp_path, capfd):
     assert AutoTokenizer.from_pretrained(out).apply_chat_template(messages, tokenize=False) == "hello"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), f"--to is missing; choose one of {KINDS}"),
-        (("--to", "diffs"), f"--to 'diffs' is unknown; choose one of {KINDS}"),
-        (("--to", "diff,dex"), "several are made with --train only"),
-        (("--to", "diff", "--head_norm", "gain"), "a headwise norm discards the size of each row"),
-        (("--to", "diff", "--text", "nowhere.txt"), "no such file or folder"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ((), f"--to is missing; choose one of {KINDS}"),
+    (("--to", "diffs"), f"--to 'diffs' is unknown; choose one of {KINDS}"),
+    (("--to", "diff,dex"), "several are made with --train only"),
+    (("--to", "diff", "--head_norm", "gain"), "a headwise norm discards the size of each row"),
+    (("--to", "diff", "--text", "nowhere.txt"), "no such file or folder"),
+])  # fmt: skip
 def test_refusals(words, message, llama, tmp_path, fails):
     assert message in fails("upcycle", llama, tmp_path / "made", *words)
     assert not (tmp_path / "made").exists()

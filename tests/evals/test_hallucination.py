@@ -133,15 +133,12 @@ def test_public_sets_and_their_caps(options, monkeypatch):
     assert len(HallucinationTask(options(sets=["xsum"]), Writer(str)).requests) == 17  # a set and the file
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"judge": "gpt"}, "judge='gpt': choose overlap, nli:FOLDER or openai:MODEL"),
-        ({"judge": "openai:"}, "judge='openai:'"),
-        ({"judge": "openai:m", "key_variable": "NO_SUCH_VARIABLE"}, "key_variable=NO_SUCH_VARIABLE"),
-        ({"sets": ["xsums"]}, "set 'xsums'"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"judge": "gpt"}, "judge='gpt': choose overlap, nli:FOLDER or openai:MODEL"),
+    ({"judge": "openai:"}, "judge='openai:'"),
+    ({"judge": "openai:m", "key_variable": "NO_SUCH_VARIABLE"}, "key_variable=NO_SUCH_VARIABLE"),
+    ({"sets": ["xsums"]}, "set 'xsums'"),
+])  # fmt: skip
 def test_impossible_options(options, fields, words):
     with pytest.raises(ConfigError, match=words):
         HallucinationTask(options(**fields), Writer(str))

@@ -191,14 +191,11 @@ def test_what_fits_into_the_context(files):
         task(30, demonstrations=[0])
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"shots": [41]}, EvaluationError, "shots=41: the largest class has 40 training examples"),
-        ({"demonstrations": [124]}, EvaluationError, "demonstrations=124: there are 123 training examples"),
-        ({"items": 241}, DataError, "items=241: train.jsonl, test.jsonl has 240 test examples"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "words"), [
+    ({"shots": [41]}, EvaluationError, "shots=41: the largest class has 40 training examples"),
+    ({"demonstrations": [124]}, EvaluationError, "demonstrations=124: there are 123 training examples"),
+    ({"items": 241}, DataError, "items=241: train.jsonl, test.jsonl has 240 test examples"),
+])  # fmt: skip
 def test_what_the_data_do_not_have_is_refused(options, error, words, files):
     with pytest.raises(error, match=words):
         ShotsTask(Options(**files | options), Reader(truth, LABELS))

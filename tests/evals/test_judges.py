@@ -242,14 +242,11 @@ def test_a_file_of_something_else_is_refused(row, tmp_path):
         judge_all(OverlapJudge(0.5), CASES, tmp_path / "j.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("answer", "faithful", "words"),
-    [
-        ("The cat sat.", True, "100% of 2 content words are given."),
-        ("A cat sat on a mat", False, "67% of 3 content words are given; not in it: mat."),
-        ("It was.", False, "no content words"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "faithful", "words"), [
+    ("The cat sat.", True, "100% of 2 content words are given."),
+    ("A cat sat on a mat", False, "67% of 3 content words are given; not in it: mat."),
+    ("It was.", False, "no content words"),
+])  # fmt: skip
 def test_overlap(answer, faithful, words):
     found = OverlapJudge(0.8).judge(case(answer))
     assert found.faithful is faithful

@@ -98,16 +98,11 @@ def test_public_sets_by_name(folder, monkeypatch):
         read_labelled("trec", "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "content"),
-    [
-        ("trec", "trec/train_5500.label", b"DESC:manner\n"),
-        ("trec", "trec/train_5500.label", b"WHAT:manner How ?\n"),
-        ("banking77", "banking77/test.csv", b"text,label\nx,y\n"),
-        ("clinc150", "clinc150/data_full.json", b"[]"),
-        ("clinc150", "clinc150/data_full.json", b"{"),
-    ],
-)
+@pytest.mark.parametrize(("name", "file", "content"), [
+    ("trec", "trec/train_5500.label", b"DESC:manner\n"), ("trec", "trec/train_5500.label", b"WHAT:manner How ?\n"),
+    ("banking77", "banking77/test.csv", b"text,label\nx,y\n"), ("clinc150", "clinc150/data_full.json", b"[]"),
+    ("clinc150", "clinc150/data_full.json", b"{"),
+])  # fmt: skip
 def test_a_damaged_public_file_is_named(name, file, content, folder):
     (folder / file).write_bytes(content)
     with pytest.raises(DataError, match=rf"{file}: not the published file .*fetch the set again"):
@@ -142,19 +137,15 @@ def test_one_file_is_split_by_its_texts(tmp_path):
     assert test <= split([{"text": "new", "label": "0"}, *rows], 0)[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.csv", b"text,kind\nx,y\n", r'line 2 has no text in "label" \(met kind, text\)'),
-        ("a.csv", b"text,label\n,y\n", r'line 2 has no text in "text"'),
-        ("a.csv", b'text,label\nx,"y\nz"\n', r"line 3 ends a label of several lines, 'y\\nz'"),
-        ("a.csv", b"text,label\n", r"no examples; give rows"),
-        ("a.csv", b"text,label\nOrl\xe9ans,y\n", r"not UTF-8 text: byte 0xe9 at offset 14"),
-        ("a.jsonl", b'{"text": "x"}\n', r'line 1 has no text in "label"'),
-        ("a.jsonl", b"", r"the file is empty"),
-        ("a.txt", b"x", r"files ending in '.txt' are not read; give .csv or .jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("a.csv", b"text,kind\nx,y\n", r'line 2 has no text in "label" \(met kind, text\)'),
+    ("a.csv", b"text,label\n,y\n", r'line 2 has no text in "text"'),
+    ("a.csv", b'text,label\nx,"y\nz"\n', r"line 3 ends a label of several lines, 'y\\nz'"),
+    ("a.csv", b"text,label\n", r"no examples; give rows"),
+    ("a.csv", b"text,label\nOrl\xe9ans,y\n", r"not UTF-8 text: byte 0xe9 at offset 14"),
+    ("a.jsonl", b'{"text": "x"}\n', r'line 1 has no text in "label"'), ("a.jsonl", b"", r"the file is empty"),
+    ("a.txt", b"x", r"files ending in '.txt' are not read; give .csv or .jsonl"),
+])  # fmt: skip
 def test_bad_files_are_named(name, content, words, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)

@@ -17,16 +17,13 @@ from difftransformer_lab.evals.tasks.math import MathTask, Options
 from tests.support.answering import Writer, tiny_model
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("First \\boxed{1}, then \\boxed{\\frac{a}{b^{2}}}. Also 7.", "\\frac{a}{b^{2}}"), ("so \\boxed 5.", "5"),
-        ("\\boxed{never closed", None), ("The answer is 3.5. Then 9.", "3.5"),
-        ("The answer is 1. No: the answer is $-\\frac{1}{2}$.", "$-\\frac{1}{2}$"), ("ANSWER: (B)", "(B)"),
-        ("5 + 5 = 10\n#### 1,200\nmore", "1,200"), ("It is 10-3, which is 7.", "7"), ("It falls to -4 degrees", "-4"),
-        ("about 40%", "40%"), ("one half, 1/2", "1/2"), ("I do not know.", None), ("", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "answer"), [
+    ("First \\boxed{1}, then \\boxed{\\frac{a}{b^{2}}}. Also 7.", "\\frac{a}{b^{2}}"), ("so \\boxed 5.", "5"),
+    ("\\boxed{never closed", None), ("The answer is 3.5. Then 9.", "3.5"),
+    ("The answer is 1. No: the answer is $-\\frac{1}{2}$.", "$-\\frac{1}{2}$"), ("ANSWER: (B)", "(B)"),
+    ("5 + 5 = 10\n#### 1,200\nmore", "1,200"), ("It is 10-3, which is 7.", "7"), ("It falls to -4 degrees", "-4"),
+    ("about 40%", "40%"), ("one half, 1/2", "1/2"), ("I do not know.", None), ("", None),
+])  # fmt: skip
 def test_extraction(text, answer):
     assert extract_answer(text) == answer
 

@@ -52,16 +52,12 @@ def write_documents(path, *texts):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("named", "separator", "first"),
-    [
-        ({"bos_token": "<s>", "eos_token": "</s>"}, END, BEGIN),
-        ({"eos_token": "</s>"}, END, END),
-        ({"bos_token": "<s>"}, BEGIN, BEGIN),  # it has no end of text
-        ({"bos_token": "<s>", "eos_token": "<s>"}, BEGIN, BEGIN),
-        ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|pad|>"}, END, BEGIN),
-    ],
-)
+@pytest.mark.parametrize(("named", "separator", "first"), [
+    ({"bos_token": "<s>", "eos_token": "</s>"}, END, BEGIN), ({"eos_token": "</s>"}, END, END),
+    ({"bos_token": "<s>"}, BEGIN, BEGIN),  # it has no end of text
+    ({"bos_token": "<s>", "eos_token": "<s>"}, BEGIN, BEGIN),
+    ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|pad|>"}, END, BEGIN),
+])  # fmt: skip
 def test_the_end_of_text_separates_and_the_begin_of_text_begins(named, separator, first, saved):
     template = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
     with open_language_model(saved(**named, chat_template=template)) as opened:

@@ -99,15 +99,12 @@ def test_every_task_asks_for_its_answers(name):
     assert task.score([[-1] * len(request.places) for request in task.requests]).measurements[0].value == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "data", "message"),
-    [
-        ({}, None, "task: the model's run was not trained on a synthetic task"),
-        ({}, DataConfig(), "task: the model's run was not trained on a synthetic task"),
-        ({"task": "mqar"}, None, "synthetic:mqar has 8192 token ids, and the model's vocabulary 66"),
-        ({"task": "recall", "options": {"sise": 1}}, None, "options.sise: unknown key"),
-    ],
-)
+@pytest.mark.parametrize(("options", "data", "message"), [
+    ({}, None, "task: the model's run was not trained on a synthetic task"),
+    ({}, DataConfig(), "task: the model's run was not trained on a synthetic task"),
+    ({"task": "mqar"}, None, "synthetic:mqar has 8192 token ids, and the model's vocabulary 66"),
+    ({"task": "recall", "options": {"sise": 1}}, None, "options.sise: unknown key"),
+])  # fmt: skip
 def test_impossible_requests(options, data, message):
     context = TaskContext(tokenizer=id_tokenizer(64), context_tokens=64, data=None if data is None else lambda: data)
     with pytest.raises(ConfigError) as met:
@@ -179,12 +176,11 @@ def test_settings_of_recipes(tmp_path, monkeypatch, capsys, fails):
     monkeypatch.chdir(tmp_path)
     options = {"vocab_size": 64, "train": [[32, 4, 90]], "test": [[32, 4, 9]]}
     recipe = {
-        "name": "tiny",
-        "model": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "name": "tiny", "model": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
         "data": {"source": "synthetic:mqar", "options": options},
         "training": {"steps": 2, "batch_tokens": 128, "context_stages": [[0, 32]], "pack_documents": True},
         "evaluation": [{"task": "synthetic"}],
-    }
+    }  # fmt: skip
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     for key, value, message in (
         ("data.tokenizer", "byte", "tokenizer=byte: synthetic:mqar has token ids of its own; leave tokenizer out"),

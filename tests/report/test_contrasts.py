@@ -79,11 +79,10 @@ def test_a_contrast_is_the_weighted_sum_of_means_at_its_settings():
         for seed in range(2000, 2006)
     }
     terms = [
-        Term(arms=["diff"], weight=1.0, at={"size": "3M"}),
-        Term(arms=["softmax"], weight=-1.0, at={"size": "3M"}),
+        Term(arms=["diff"], weight=1.0, at={"size": "3M"}), Term(arms=["softmax"], weight=-1.0, at={"size": "3M"}),
         Term(arms=["diff", "v2"], weight=-1.0, at={"size": "3M", "start": "scaled"}),
         Term(arms=["softmax"], weight=1.0, at={"size": "3M", "start": "scaled"}),
-    ]
+    ]  # fmt: skip
     evidence = confirming(lambda *at: table[at], [contrast(terms=terms, seeds=6)], seeds=6, axes=[START, SIZE])
     (found,) = findings(evidence)
     for seed, value in found.values.items():
@@ -103,11 +102,9 @@ def test_own_best_is_where_each_arm_was_best_while_rates_were_chosen(better):
     """DIFF is best with the scaled start, softmax with the normal one; at 3M nothing was tuned."""
     sign = 1 if better == "lower" else -1
     tried = {
-        ("diff", "normal"): [(1e-3, 3.0), (2e-3, 2.5)],
-        ("diff", "scaled"): [(1e-3, 2.0), (2e-3, 2.8)],
-        ("softmax", "normal"): [(1e-3, 2.1), (2e-3, 2.0)],
-        ("softmax", "scaled"): [(1e-3, 2.2), (2e-3, 2.3)],
-    }
+        ("diff", "normal"): [(1e-3, 3.0), (2e-3, 2.5)], ("diff", "scaled"): [(1e-3, 2.0), (2e-3, 2.8)],
+        ("softmax", "normal"): [(1e-3, 2.1), (2e-3, 2.0)], ("softmax", "scaled"): [(1e-3, 2.2), (2e-3, 2.3)],
+    }  # fmt: skip
     rates = [
         ChosenRate(
             arm=arm,
@@ -168,16 +165,13 @@ def test_a_seed_on_other_data_does_not_count():
     assert 2003 not in found.values
 
 
-@pytest.mark.parametrize(
-    ("effect", "parts", "state"),
-    [
-        (-0.1, {}, "below"), (0.1, {}, "above"), (0.1, {"margin": 0.05}, "above"), (-0.1, {"margin": 0.05}, "below"),
-        (0.1, {"margin": 0.1}, "open"), (0.0, {"smallest": 0.05}, "within"), (0.0, {}, "open"),
-        (0.02, {"margin": 0.1, "smallest": 0.05}, "within"), (-0.1, {"seeds": 4}, "too few seeds"),
-        (-0.1, {"seeds": 5}, "below"), (-0.1, {"test": "welch"}, "open"),  # the common part of a seed is noise to it
-        (-1.0, {"test": "welch"}, "below"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("effect", "parts", "state"), [
+    (-0.1, {}, "below"), (0.1, {}, "above"), (0.1, {"margin": 0.05}, "above"), (-0.1, {"margin": 0.05}, "below"),
+    (0.1, {"margin": 0.1}, "open"), (0.0, {"smallest": 0.05}, "within"), (0.0, {}, "open"),
+    (0.02, {"margin": 0.1, "smallest": 0.05}, "within"), (-0.1, {"seeds": 4}, "too few seeds"),
+    (-0.1, {"seeds": 5}, "below"), (-0.1, {"test": "welch"}, "open"),  # the common part of a seed is noise to it
+    (-1.0, {"test": "welch"}, "below"),
+])  # fmt: skip
 def test_the_verdict_is_where_the_interval_lies(effect, parts, state):
     (found,) = findings(confirming(drawn({"diff": effect}), [contrast(**parts)]))
     assert found.state == state
@@ -245,14 +239,11 @@ def test_log_odds_and_logs():
 SEQUENCE = [contrast("first"), contrast("second", plus=["v2"]), contrast("third", plus=["diff"], minus=["v2"])]
 
 
-@pytest.mark.parametrize(
-    ("effects", "states"),
-    [
-        ({"diff": -0.2, "v2": -0.1}, ["below", "below", "below"]),
-        ({"diff": -0.2}, ["below", "open", "not tested"]),
-        ({"v2": -0.2}, ["open", "not tested", "not tested"]),
-    ],
-)
+@pytest.mark.parametrize(("effects", "states"), [
+    ({"diff": -0.2, "v2": -0.1}, ["below", "below", "below"]),
+    ({"diff": -0.2}, ["below", "open", "not tested"]),
+    ({"v2": -0.2}, ["open", "not tested", "not tested"]),
+])  # fmt: skip
 def test_contrasts_of_a_question_are_tested_in_their_order(effects, states):
     found = findings(confirming(drawn(effects, seed=4), SEQUENCE))
     assert [one.state for one in found] == states
@@ -323,15 +314,12 @@ def test_a_plan_is_registered_only_if_every_run_began_after_its_commit():
     assert found.why_not == "plans/simulated.yaml is in no commit with this content."
 
 
-@pytest.mark.parametrize(
-    ("parts", "named"),
-    [
-        ({"figure": "loss"}, "the figure 'loss', and the study has held-out loss"),
-        ({"plus": ["dif"]}, "the arm 'dif', and the study has diff, softmax, v2"),
-        ({"at": {"starts": "normal"}}, "the axis 'starts', and the study has start"),
-        ({"at": {"start": "old"}}, "the start 'old', and the study has normal, own best, scaled"),
-    ],
-)
+@pytest.mark.parametrize(("parts", "named"), [
+    ({"figure": "loss"}, "the figure 'loss', and the study has held-out loss"),
+    ({"plus": ["dif"]}, "the arm 'dif', and the study has diff, softmax, v2"),
+    ({"at": {"starts": "normal"}}, "the axis 'starts', and the study has start"),
+    ({"at": {"start": "old"}}, "the start 'old', and the study has normal, own best, scaled"),
+])  # fmt: skip
 def test_a_plan_that_names_what_the_study_lacks_is_refused(parts, named):
     with pytest.raises(ResultsError, match=named):
         findings(confirming(lambda *_: 0.0, [contrast(**parts)], axes=[START]))

@@ -133,14 +133,11 @@ def test_maps_draw_a_panel_for_each():
     assert panels(maps.draw([mapped("b", False)])[2])[:2] == ["negative weight", "near zero"]
 
 
-@pytest.mark.parametrize(
-    ("heads", "rows"),
-    [
-        (1, [3] * 2),
-        (4, [4] * 6),
-        *(pytest.param(heads, [3] * 2 * heads, marks=pytest.mark.slow) for heads in (2, 3, 6)),
-    ],
-)
+@pytest.mark.parametrize(("heads", "rows"), [
+    (1, [3] * 2),
+    (4, [4] * 6),
+    *(pytest.param(heads, [3] * 2 * heads, marks=pytest.mark.slow) for heads in (2, 3, 6)),
+])  # fmt: skip
 def test_maps_fill_their_rows_and_name_their_axes(heads, rows):
     figure = maps.draw([mapped("a", True, heads)])[2]
     places = [ax for ax in figure.subfigs[1].axes if ax.get_ylabel() != "weight"]

@@ -209,15 +209,11 @@ def test_the_terminal_prints_the_same_and_breaks_no_number(
     assert built.lead.answer in " ".join(text.split())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"seeds": 1},
-        {"seeds": 2, "allocation": False, "needle_counts": 1, "advantage": -0.03, "layers": 2},
-        {"needle": False, "allocation": False},
-        {"models": ("diff", "diff_v2", "softmax"), "layers": 40, "lengths": (512, 4096), "seeds": 2},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"seeds": 1}, {"seeds": 2, "allocation": False, "needle_counts": 1, "advantage": -0.03, "layers": 2},
+    {"needle": False, "allocation": False},
+    {"models": ("diff", "diff_v2", "softmax"), "layers": 40, "lengths": (512, 4096), "seeds": 2},
+])  # fmt: skip
 def test_every_shape_of_comparison_has_a_page(options: dict, make: Callable[..., Evidence], tmp_path: Path) -> None:
     page = Page(written_to(tmp_path, make(**options)).read_text())
     assert not page.stack

@@ -223,18 +223,14 @@ def confirming(seen, *contrasts, at="2026-01-01T00:00:00Z", noise=0.02, seeds=12
     return dataclasses.replace(evidence, index=dataclasses.replace(evidence.index, plan=plan, **parts))
 
 
-@pytest.mark.parametrize(
-    ("diff", "twin", "smallest", "parts", "state"),
-    [
-        (0.9, 0.1, 0.1, {}, "reproduced here"),
-        (0.1, 0.9, 0.1, {}, "opposite"),
-        (0.5, 0.5, 0.1, {}, "no difference as large as the paper's"),
-        (0.55, 0.5, 0.1, {}, "no difference as large as the paper's"),  # though it is above zero
-        (0.5, 0.5, None, {"noise": 0.2}, "tested, not decided"),
-        (0.9, 0.1, 0.1, {"at": "2026-01-03T00:00:00Z"}, "not run yet"),  # the plan is younger than its runs
-        (0.9, 0.1, 0.1, {"seeds": 11}, "not run yet"),
-    ],
-)
+@pytest.mark.parametrize(("diff", "twin", "smallest", "parts", "state"), [
+    (0.9, 0.1, 0.1, {}, "reproduced here"), (0.1, 0.9, 0.1, {}, "opposite"),
+    (0.5, 0.5, 0.1, {}, "no difference as large as the paper's"),
+    (0.55, 0.5, 0.1, {}, "no difference as large as the paper's"),  # though it is above zero
+    (0.5, 0.5, None, {"noise": 0.2}, "tested, not decided"),
+    (0.9, 0.1, 0.1, {"at": "2026-01-03T00:00:00Z"}, "not run yet"),  # the plan is younger than its runs
+    (0.9, 0.1, 0.1, {"seeds": 11}, "not run yet"),
+])  # fmt: skip
 def test_the_state_of_a_claim_follows_from_a_registered_contrast(diff, twin, smallest, parts, state):
     contrast = dataclasses.replace(PRIMARY, smallest=smallest)
     (judged,) = judge([CLAIM], [studied(confirming({"diff": diff, "twin": twin}, contrast, **parts))])

@@ -106,16 +106,13 @@ def test_a_share_has_no_interval_beyond_one():
     assert row.difference.high == 1.0
 
 
-@pytest.mark.parametrize(
-    ("curve", "name", "level", "step"),
-    [
-        (Curve(steps=[100, 200, 300], values=[0.1, 0.8, 1.0]), "validation_accuracy", 0.9, 250.0),
-        (Curve(steps=[100, 200], values=[0.95, 0.99]), "validation_accuracy", 0.9, 100.0),
-        (Curve(steps=[100, 200], values=[0.1, 0.2]), "validation_accuracy", 0.9, 200.0),
-        (Curve(steps=[100, 200, 300], values=[3.0, 1.0, 2.7]), "validation_loss_nats", 2.5, 125.0),
-        (Curve(steps=[100, 200], values=[3.0, 2.9]), "validation_loss_nats", 2.5, 200.0),
-    ],
-)
+@pytest.mark.parametrize(("curve", "name", "level", "step"), [
+    (Curve(steps=[100, 200, 300], values=[0.1, 0.8, 1.0]), "validation_accuracy", 0.9, 250.0),
+    (Curve(steps=[100, 200], values=[0.95, 0.99]), "validation_accuracy", 0.9, 100.0),
+    (Curve(steps=[100, 200], values=[0.1, 0.2]), "validation_accuracy", 0.9, 200.0),
+    (Curve(steps=[100, 200, 300], values=[3.0, 1.0, 2.7]), "validation_loss_nats", 2.5, 125.0),
+    (Curve(steps=[100, 200], values=[3.0, 2.9]), "validation_loss_nats", 2.5, 200.0),
+])  # fmt: skip
 def test_steps_to_a_level(curve, name, level, step):
     figure = StudyFigure(label="steps", curve=name, reaches=level)
     assert figure_of(record([], {}, arm="diff", curves={name: curve}), figure) == step

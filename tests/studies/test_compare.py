@@ -144,8 +144,7 @@ def test_costs_are_measured_for_both_and_computed_for_the_smaller(comparison):
 
 
 VALUES = {
-    "validation loss": ("perplexity", "bits per byte", {}),
-    "validation loss per token": ("perplexity", "nll", {}),
+    "validation loss": ("perplexity", "bits per byte", {}), "validation loss per token": ("perplexity", "nll", {}),
     "needle accuracy (seen cities)": ("needle", "accuracy", {"cities": "seen"}),
     "needle accuracy (unseen cities)": ("needle", "accuracy", {"cities": "unseen"}),
     "nll of the answer (seen cities)": ("needle", "nll of the answer", {"cities": "seen"}),
@@ -153,7 +152,7 @@ VALUES = {
     "signed attention on the answer": ("allocation", "signed attention on the answer", {}),
     "absolute attention on the answer": ("allocation", "absolute attention on the answer", {}),
     "positive attention on the answer": ("allocation", "positive attention on the answer", {}),
-}
+}  # fmt: skip
 
 
 def test_statistics_are_those_of_the_runs(comparison):
@@ -253,19 +252,12 @@ def test_only_what_is_missing_or_damaged_is_done_again(
     assert measured(read_evidence(folder / "results.json")) == measured(comparison)
 
 
-@pytest.mark.parametrize(
-    ("part", "change", "words"),
-    [
-        ("training", {"steps": 5}, "training.steps was 4 and is now 5"),
-        (
-            "training",
-            {"optimizer": {"learning_rate": 0.1}},
-            "training.optimizer.learning_rate was 0.002 and is now 0.1",
-        ),
-        ("model", {"num_hidden_layers": 1}, "model.num_hidden_layers was 2 and is now 1"),
-        ("data", {"vocab_size": 390}, "data.vocab_size was 400 and is now 390"),
-    ],
-)
+@pytest.mark.parametrize(("part", "change", "words"), [
+    ("training", {"steps": 5}, "training.steps was 4 and is now 5"),
+    ("training", {"optimizer": {"learning_rate": 0.1}}, "training.optimizer.learning_rate was 0.002 and is now 0.1", ),
+    ("model", {"num_hidden_layers": 1}, "model.num_hidden_layers was 2 and is now 1"),
+    ("data", {"vocab_size": 390}, "data.vocab_size was 400 and is now 390"),
+])  # fmt: skip
 def test_another_recipe_in_the_same_folder_is_refused(copied, study_document, no_jobs, fails, part, change, words):
     folder, path = copied
     study_document[part] |= change
@@ -294,16 +286,13 @@ def test_a_run_that_fails_says_why_and_the_others_are_stopped(copied, study_docu
     assert "log.txt" in error
 
 
-@pytest.mark.parametrize(
-    ("part", "change", "error", "words"),
-    [
-        ("needle", {"lengths": [30]}, DataError, "longer than the context"),
-        ("allocation", {"length": 20}, DataError, "longer than the context"),
-        ("perplexity", {"window": 10**7}, DataError, "tokens, and 10000001 are needed"),
-        ("compare", {"models": ["diff", "dif"]}, ConfigError, "attention_type='dif'"),
-        ("training", {"batch_tokens": 2**17, "context_stages": [[0, 2**17]]}, DataError, "split has"),
-    ],
-)
+@pytest.mark.parametrize(("part", "change", "error", "words"), [
+    ("needle", {"lengths": [30]}, DataError, "longer than the context"),
+    ("allocation", {"length": 20}, DataError, "longer than the context"),
+    ("perplexity", {"window": 10**7}, DataError, "tokens, and 10000001 are needed"),
+    ("compare", {"models": ["diff", "dif"]}, ConfigError, "attention_type='dif'"),
+    ("training", {"batch_tokens": 2**17, "context_stages": [[0, 2**17]]}, DataError, "split has"),
+])  # fmt: skip
 def test_what_cannot_be_evaluated_is_refused_before_training(
     tmp_path, study_document, monkeypatch, part, change, error, words
 ):

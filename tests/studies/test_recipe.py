@@ -171,15 +171,12 @@ def test_mistakes_are_named(toy_file, override, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no such recipe"), ("a folder", "cannot be read"), (b"name: [1", "not valid YAML in line 1"),
-        (b"a: b\n\tc: d", "not valid YAML in line 2"), (b"- 1\n- 2", "a recipe is a mapping"),
-        (b"", "a recipe is a mapping"), (b"name: \xff\xfe", "cannot be read"),
-        (b"name: toy", "model: missing (Recipe needs it)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "no such recipe"), ("a folder", "cannot be read"), (b"name: [1", "not valid YAML in line 1"),
+    (b"a: b\n\tc: d", "not valid YAML in line 2"), (b"- 1\n- 2", "a recipe is a mapping"),
+    (b"", "a recipe is a mapping"), (b"name: \xff\xfe", "cannot be read"),
+    (b"name: toy", "model: missing (Recipe needs it)"),
+])  # fmt: skip
 def test_files_that_are_no_recipe(tmp_path, content, message):
     path = tmp_path / "recipe.yaml"
     if content == "a folder":

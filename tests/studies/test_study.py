@@ -114,27 +114,22 @@ def test_a_preset_takes_a_part(document, design):
     assert (run.arm, run.point) == ("twin", {"needles": "two"})
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("reference",), "none", "reference: no arm 'none'"),
-        (("figures",), [{"label": "x"}], "'x' needs either a task and its name, or a curve"),
-        (("axes", "needles", "values"), {}, "axes.needles: no values"),
-        (("axes", "needles", "values"), {"a b": {}}, "'a b' names files"),
-        (("presets",), {}, "presets: empty"),
-        (("presets", "laptop", "seeds"), 0, "presets.laptop.seeds=0"),
-        (("presets", "laptop", "arms"), ["diff"], "the reference twin is missing"),
-        (("presets", "laptop", "arms"), ["dif"], "did you mean diff?"),
-        (("presets", "laptop", "arm_set"), {"dif": {}}, "presets.laptop.arm_set: unknown key"),
-        (("presets", "laptop", "axes"), {"needle": ["one"]}, "did you mean needles?"),
-        (("presets", "laptop", "axes"), {"needles": ["three"]}, "presets.laptop.axes.needles: unknown key"),
-        (("presets", "laptop", "tuning"), {"per": ["width"]}, "presets.laptop.tuning.per: unknown key"),
-        (("arms", "diff", "set"), {"model.attention_typ": "diff"}, "did you mean attention_type?"),
-        (("arms", "diff", "set"), {"evaluation.icl.items": 3}, "the recipe has no evaluation 'icl'"),
-        (("recipe",), "nowhere.yaml", "nowhere.yaml: no such recipe"),
-    ],
-    ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
-)
+@pytest.mark.parametrize(("path", "value", "message"), [
+    (("reference",), "none", "reference: no arm 'none'"),
+    (("figures",), [{"label": "x"}], "'x' needs either a task and its name, or a curve"),
+    (("axes", "needles", "values"), {}, "axes.needles: no values"),
+    (("axes", "needles", "values"), {"a b": {}}, "'a b' names files"), (("presets",), {}, "presets: empty"),
+    (("presets", "laptop", "seeds"), 0, "presets.laptop.seeds=0"),
+    (("presets", "laptop", "arms"), ["diff"], "the reference twin is missing"),
+    (("presets", "laptop", "arms"), ["dif"], "did you mean diff?"),
+    (("presets", "laptop", "arm_set"), {"dif": {}}, "presets.laptop.arm_set: unknown key"),
+    (("presets", "laptop", "axes"), {"needle": ["one"]}, "did you mean needles?"),
+    (("presets", "laptop", "axes"), {"needles": ["three"]}, "presets.laptop.axes.needles: unknown key"),
+    (("presets", "laptop", "tuning"), {"per": ["width"]}, "presets.laptop.tuning.per: unknown key"),
+    (("arms", "diff", "set"), {"model.attention_typ": "diff"}, "did you mean attention_type?"),
+    (("arms", "diff", "set"), {"evaluation.icl.items": 3}, "the recipe has no evaluation 'icl'"),
+    (("recipe",), "nowhere.yaml", "nowhere.yaml: no such recipe"),
+], ids=lambda value: ".".join(value) if isinstance(value, tuple) else None)  # fmt: skip
 def test_mistakes_are_named(document, design, path, value, message):
     place = document
     for key in path[:-1]:
@@ -301,11 +296,9 @@ def test_a_preset_has_a_recipe_and_values_of_its_own(design, document, toy, tmp_
     (tmp_path / "large.yaml").write_text(yaml.safe_dump(toy))
     document["about"] = "Needles."
     document["presets"]["gpu"] = {
-        "about": "Nine steps.",
-        "recipe": "large.yaml",
-        "set": {"model.num_attention_heads": 8},
+        "about": "Nine steps.", "recipe": "large.yaml", "set": {"model.num_attention_heads": 8},
         "arm_set": {"twin": {"model.num_attention_heads": 2}},
-    }
+    }  # fmt: skip
     large = design("gpu")
     assert (design().about, large.about) == ("Needles.", "Needles. Nine steps.")
     for run in large.reported():
@@ -391,21 +384,15 @@ def test_a_question_does_not_wait_for_the_rates_of_another(design, document, pla
     assert index.planned == len(index.members) == 6
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"first_seed": 1999}, "seeds 1999 to 2000; begin at 2000 or above"),
-        ({"seeds": 0}, "give at least 1 seed"),
-        ({"figure": "los"}, "figure: unknown key"),
-        ({"terms": [{"arms": ["dif"], "weight": 1}]}, "arms: unknown key; did you mean diff"),
-        (
-            {"terms": [{"arms": ["diff"], "weight": 1, "at": {"needle": "one"}}]},
-            "at: unknown key; did you mean needles",
-        ),
-        ({"terms": [{"arms": ["diff"], "weight": 1, "at": {"needles": "ten"}}]}, "at.needles: unknown key"),
-        ({"terms": []}, "a term without arms"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"first_seed": 1999}, "seeds 1999 to 2000; begin at 2000 or above"),
+    ({"seeds": 0}, "give at least 1 seed"),
+    ({"figure": "los"}, "figure: unknown key"),
+    ({"terms": [{"arms": ["dif"], "weight": 1}]}, "arms: unknown key; did you mean diff"),
+    ({"terms": [{"arms": ["diff"], "weight": 1, "at": {"needle": "one"}}]}, "at: unknown key; did you mean needles", ),
+    ({"terms": [{"arms": ["diff"], "weight": 1, "at": {"needles": "ten"}}]}, "at.needles: unknown key"),
+    ({"terms": []}, "a term without arms"),
+])  # fmt: skip
 def test_plans_that_do_not_fit(design, plan, fields, message):
     plan(planned(**fields))
     with pytest.raises(ConfigError, match=message):
@@ -527,11 +514,9 @@ def test_arms_that_start_from_a_pretrained_model(document, design, trained, tmp_
     toy["evaluation"] = toy["evaluation"][:1]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(toy))
     document |= {
-        "source": "pretrained",
-        "axes": {},
-        "reference": "plain",
+        "source": "pretrained", "axes": {}, "reference": "plain",
         "arms": {"diff": {"upcycle": "diff"}, "plain": {"upcycle": "softmax"}},
-    }
+    }  # fmt: skip
     with pytest.raises(ConfigError, match="--source None: the study small starts from pretrained"):
         Study(design(), tmp_path / "results")
     study = Study(design(), tmp_path / "results", source=str(source), models=tmp_path / "models")
