@@ -48,18 +48,11 @@ json_values = st.recursive(
     max_leaves=8,
 )
 outers = st.builds(
-    Outer,
-    name=st.text(),
-    count=integers,
-    share=finite,
-    on=st.booleans(),
-    inner=inners,
-    more=st.lists(inners, max_size=3),
-    table=st.dictionaries(st.text(max_size=5), finite, max_size=3),
-    anything=st.dictionaries(st.text(max_size=5), json_values, max_size=3),
-    limit=st.none() | integers,
+    Outer, name=st.text(), count=integers, share=finite, on=st.booleans(), inner=inners,
+    more=st.lists(inners, max_size=3), table=st.dictionaries(st.text(max_size=5), finite, max_size=3),
+    anything=st.dictionaries(st.text(max_size=5), json_values, max_size=3), limit=st.none() | integers,
     maybe=st.none() | inners,
-)
+)  # fmt: skip
 
 
 def build_outer(value):

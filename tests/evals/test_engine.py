@@ -104,15 +104,14 @@ def test_undefined_figures_are_named_and_left_out():
     class Mixed(Counting):
         def score(self, answers):
             rows = [("good", 1.0, {}), ("bad", math.nan, {}), ("some", 2.0, {"at": 1}), ("some", math.inf, {"at": 2})]
+            scores = {"good": (0.0, 1.0), "bad": (0.0, math.nan)}
             return Scores(
                 measurements=[
                     Measurement(name=name, unit="1", value=value, standard_error=None, n=1, at=at)
                     for name, value, at in rows
                 ],
                 items=[
-                    ItemScore(name=name, item=str(i), score=v)
-                    for name in ("good", "bad")
-                    for i, v in enumerate([0.0, 1.0 if name == "good" else math.nan])
+                    ItemScore(name=k, item=str(i), score=v) for k, both in scores.items() for i, v in enumerate(both)
                 ],
                 grids=[Grid(name="map", at={}, values=[[0.0], [math.nan]])],
             )
@@ -148,10 +147,8 @@ def test_progress_moves_inside_a_batch():
     model, told = CausalLanguageModel(network, byte_tokenizer()), []
     task = Counting([Loss(tuple(range(row, row + 41))) for row in range(4)])
     task.score = lambda answers: Scores(measurements=[], items=[])
-    answers = []
-    model.answer = lambda requests: (
-        answers.append(len(told)) or pair for pair in CausalLanguageModel.answer(model, requests)
-    )
+    answers, answer = [], model.answer
+    model.answer = lambda requests: (answers.append(len(told)) or pair for pair in answer(requests))
     with shown_by(lambda done, total, title: told.append((done, total))):
         run_task(model, task)
     total = sum(request.shown_tokens for request in task.requests)

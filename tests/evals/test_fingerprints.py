@@ -85,13 +85,9 @@ def test_what_answers_are_scored_by_matters(task, tmp_path):
             made = drawn(task, sets=[write_lines(tmp_path / "m.jsonl", {"question": "?", "answer": right})])
         elif task in ("icl", "order"):
             train = [{"text": text, "label": label} for text in "abc" for label in "34"]
-            made = drawn(
-                task,
-                train_file=write_lines(tmp_path / "train.jsonl", *train),
-                test_file=write_lines(tmp_path / "test.jsonl", {"text": "x", "label": right}),
-                items=1,
-                **({"shots": [1]} if task == "icl" else {"shots": 1, "orders": 2}),
-            )
+            files = {"train_file": write_lines(tmp_path / "train.jsonl", *train)}
+            files["test_file"] = write_lines(tmp_path / "test.jsonl", {"text": "x", "label": right})
+            made = drawn(task, **files, items=1, **({"shots": [1]} if task == "icl" else {"shots": 1, "orders": 2}))
         elif task == "hallucination":
             rows = [{"document": "A document of a few words.", "reference": right}]
             made = drawn(task, file=write_lines(tmp_path / "h.jsonl", *rows), judgments=str(tmp_path / "j.jsonl"))

@@ -29,12 +29,8 @@ def lines_of(figure):
 
 
 def test_hallucination_bars_and_intervals():
-    one = task_result(
-        "hallucination",
-        "runs/diff",
-        [share("accuracy", 0.6, set="xsum"), share("accuracy", 0.4, set="qasper"), share("unjudged", 3, set="xsum")],
-        judge="overlap",
-    )
+    rows = [share("accuracy", 0.6, set="xsum"), share("accuracy", 0.4, set="qasper"), share("unjudged", 3, set="xsum")]
+    one = task_result("hallucination", "runs/diff", rows, judge="overlap")
     other = task_result("hallucination", "runs/softmax", [share("accuracy", 0.5, set="qasper")], judge="overlap")
     _, caption, figure = hallucination.draw([one, other])
     assert bars_of(figure) == [0.6, 0.4, 0.5]

@@ -37,15 +37,9 @@ from tests.support.simulated_study import LOSS, falling, planned, record, save, 
 RECIPES = Path(__file__).parents[2] / "recipes" / "studies"
 CONTROLS = ["diff", "wide", "norm", "no-norm", "zero", "init", "one", "added", "mean", "normal", "other", "twin"]
 SEEN = StudyFigure(
-    label="retrieval, seen cities",
-    task="needle",
-    name="accuracy",
-    at={"cities": "seen"},
-    better="higher",
-    unit="share",
-    paper={"diff": 0.85, "twin": 0.55},
-    source="Table 2",
-)
+    label="retrieval, seen cities", task="needle", name="accuracy", at={"cities": "seen"}, better="higher",
+    unit="share", paper={"diff": 0.85, "twin": 0.55}, source="Table 2",
+)  # fmt: skip
 STEPS = StudyFigure(label="steps to 50 %", curve="validation_accuracy", reaches=0.5, unit="steps")
 
 
@@ -200,20 +194,12 @@ CLAIM = Claim(
     tests=[ClaimTest(study="controls", contrast="DIFF minus TWIN", favours="above")],
     explored=[Explored(study="controls", arm="diff", figure=SEEN.label)],
 )
+DIFF, TWIN, WIDE = (Term(arms=[arm], weight=weight) for arm, weight in (("diff", 1.0), ("twin", -1.0), ("wide", -1.0)))
 PRIMARY = Contrast(
-    name="DIFF minus TWIN",
-    figure=SEEN.label,
-    terms=[Term(arms=["diff"], weight=1.0), Term(arms=["twin"], weight=-1.0)],
-    first_seed=0,
-    seeds=12,
-    smallest=0.1,
-    above="subtraction retrieves more",
-    below="subtraction retrieves less",
-    within="no difference as large as 0.1",
-)
-SECOND = dataclasses.replace(
-    PRIMARY, name="DIFF minus WIDE", terms=[*PRIMARY.terms[:1], Term(arms=["wide"], weight=-1.0)]
-)
+    name="DIFF minus TWIN", figure=SEEN.label, terms=[DIFF, TWIN], first_seed=0, seeds=12, smallest=0.1,
+    above="subtraction retrieves more", below="subtraction retrieves less", within="no difference as large as 0.1",
+)  # fmt: skip
+SECOND = dataclasses.replace(PRIMARY, name="DIFF minus WIDE", terms=[DIFF, WIDE])
 
 
 def confirming(seen, *contrasts, at="2026-01-01T00:00:00Z", noise=0.02, seeds=12, **parts):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from itertools import product
 
 import numpy as np
 import pytest
@@ -25,19 +26,15 @@ STEPS = StudyFigure(label="steps to 90 %", curve="validation_accuracy", reaches=
 ARMS = ["diff", "diff_v2", "wide", "softmax"]
 
 
-def losses(effects, rng, figures=(LOSS,), seeds=SEEDS):
+def losses(effects, rng):
     """A study in which arms differ from the reference by `effects`, and seeds by a common and an own part."""
-    common = rng.normal(0, 5 * NOISE, seeds)
+    common = rng.normal(0, 5 * NOISE, SEEDS)
 
     def make(arm, point, seed):
-        own = rng.normal(0, NOISE / math.sqrt(2), len(figures))
-        values = {
-            one.label: 2.0 + effects.get(arm, 0.0) + common[seed] + noise
-            for one, noise in zip(figures, own, strict=True)
-        }
-        return record(figures, values, arm=arm, seed=seed)
+        loss = 2.0 + effects.get(arm, 0.0) + common[seed] + rng.normal(0, NOISE / math.sqrt(2))
+        return record([LOSS], {LOSS.label: loss}, arm=arm, seed=seed)
 
-    return study(ARMS, figures, seeds, make)
+    return study(ARMS, [LOSS], SEEDS, make)
 
 
 def test_an_effect_is_said_first_and_nothing_is_decided():
@@ -156,28 +153,23 @@ def test_runs_that_reach_the_level_are_counted_over_all_settings():
 def test_means_over_settings_are_paired_seed_by_seed():
     axis = StudyAxis(name="noise", values=["0", "0.4"], numbers=[0.0, 0.4])
     rng = np.random.default_rng(3)
-    drawn = {
-        (arm, point, seed): rng.normal() for arm in ("diff", "softmax") for point in axis.values for seed in range(4)
-    }
-    evidence = study(
-        ["diff", "softmax"],
-        [LOSS],
-        4,
-        lambda arm, point, seed: record([LOSS], {LOSS.label: drawn[arm, *point, seed]}, arm=arm),
-        axes=[axis],
-    )
+    drawn = {place: rng.normal() for place in product(("diff", "softmax"), axis.values, range(4))}
+
+    def make(arm, point, seed):
+        return record([LOSS], {LOSS.label: drawn[arm, *point, seed]}, arm=arm)
+
+    evidence = study(["diff", "softmax"], [LOSS], 4, make, axes=[axis])
     del evidence.runs["diff", ("0.4",)][3]  # its seed has no mean over settings
     rows = compare(evidence)
-    means = {
-        arm: [(drawn[arm, "0", seed] + drawn[arm, "0.4", seed]) / 2 for seed in range(3)] for arm in ("diff", "softmax")
-    }
+    own, other = (
+        [(drawn[arm, "0", seed] + drawn[arm, "0.4", seed]) / 2 for seed in range(3)] for arm in ("diff", "softmax")
+    )
     row = row_of(rows, LOSS.label, "diff", ())
     assert row.pairs == 3
-    assert row.difference.p_value == pytest.approx(stats.ttest_rel(means["diff"], means["softmax"]).pvalue)
-    better = sum(
-        sum(drawn["diff", point, seed] - drawn["softmax", point, seed] for seed in seeds) < 0
-        for point, seeds in (("0", range(4)), ("0.4", range(3)))
-    )
+    assert row.difference.p_value == pytest.approx(stats.ttest_rel(own, other).pvalue)
+    better = 0
+    for point, seeds in (("0", range(4)), ("0.4", range(3))):
+        better += sum(drawn["diff", point, seed] - drawn["softmax", point, seed] for seed in seeds) < 0
     words = f" Mean over 2 settings, in {better or 'none'} of which diff has the better mean."
     assert words in answer(evidence, rows, LOSS).text
 
@@ -250,9 +242,8 @@ def test_a_loss_that_rises_with_size_is_told():
         figure = dataclasses.replace(one.figures[0], value=one.figures[0].value + 1.0)
         runs[seed] = dataclasses.replace(one, figures=[figure])
     by_size, by_tokens = scaling_answers(evidence, scaling_of(evidence))
-    assert by_size.text.endswith(
-        "With more parameters the mean loss of softmax rises at some step, as no power law does."
-    )
+    rises = "With more parameters the mean loss of softmax rises at some step, as no power law does."
+    assert by_size.text.endswith(rises)
     assert "rises" not in by_tokens.text
 
 
