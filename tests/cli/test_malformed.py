@@ -108,15 +108,22 @@ def test_configurations(refuses, damage):
 
 
 @pytest.mark.parametrize("damage", JSON)
-@pytest.mark.parametrize("file", ["ours/tokenizer.json", "results.json"])
-def test_other_json(refuses, file, damage):
-    refuses(GENERATE if file.startswith("ours") else ("report", "results.json"), {file: JSON[damage]})
+def test_tokenizers(refuses, damage):
+    refuses(GENERATE, {"ours/tokenizer.json": JSON[damage]})
 
 
-@pytest.mark.parametrize("damage", WEIGHTS)
-@pytest.mark.parametrize("command", ["generate", "convert"])
-def test_weights(refuses, command, damage):
-    words = GENERATE if command == "generate" else ("convert", "ours", "new", "--to", "diffllama")
+@pytest.mark.parametrize("damage", ["half", "deep", "digits"])
+def test_results(refuses, damage):
+    refuses(("report", "results.json"), {"results.json": JSON[damage]})
+
+
+CONVERT = ("convert", "ours", "new", "--to", "diffllama")
+
+
+@pytest.mark.parametrize(("words", "damage"), [
+    *((GENERATE, damage) for damage in WEIGHTS), *((CONVERT, damage) for damage in ("cut", "pickle", "shape")),
+])  # fmt: skip
+def test_weights(refuses, words, damage):
     refuses(words, {"ours/model.safetensors": WEIGHTS[damage]})
 
 
