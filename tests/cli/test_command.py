@@ -265,14 +265,11 @@ def test_report_of_what_is_not_a_study(fails, tmp_path, document, message):
     assert message in line
 
 
-def test_info(capsys):
+def test_info(run, capsys):
     assert main(["info", "tiny"]) == 0
     assert "parameters" in capsys.readouterr().out
     assert main(["info", "backends"]) == 0
     assert "chunked" in capsys.readouterr().out
-
-
-def test_info_of_a_saved_model(run, capsys):
     assert main(["info", str(checkpoints(run)[-1])]) == 0
     text = capsys.readouterr().out
     model = DiffTransformerForCausalLM.from_pretrained(checkpoints(run)[-1])
