@@ -210,9 +210,9 @@ def times(folder):
     return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
 
 
-def test_a_second_run_reuses_everything(copied, study_document, comparison, no_costs, no_jobs):
+def test_a_second_run_reuses_everything(study, copied, study_document, comparison, no_costs, no_jobs):
     """With other jobs and an own name too."""
-    folder, _ = copied
+    folder, _ = study
     before = times(folder)
     compare(recipe_from(study_document, source="toy"), folder)
     assert times(folder) == before
@@ -221,7 +221,7 @@ def test_a_second_run_reuses_everything(copied, study_document, comparison, no_c
     assert again.index.figures == comparison.index.figures
     study_document["compare"]["jobs"] = 1
     study_document["name"] = "another"
-    assert compare(recipe_from(study_document, source="toy"), folder).name == "another"
+    assert compare(recipe_from(study_document, source="toy"), copied[0]).name == "another"
 
 
 def test_only_what_is_missing_or_damaged_is_done_again(
