@@ -46,14 +46,9 @@ TOY = {
     "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
     "data": {"tokenizer": "bpe", "vocab_size": 400, "needle_words": 50, "validation_share": 0.3},
     "training": {
-        "steps": 8,
-        "batch_tokens": 256,
-        "context_stages": [[0, 64], [4, 128]],
-        "retrieval": {"share": 0.5, "max_needles": 2, "asks": 2, "digits": 2},
-        "validate_every": 3,
-        "validation_windows": 2,
-        "checkpoint_every": 3,
-        "optimizer": {"learning_rate": 0.002},
+        "steps": 8, "batch_tokens": 256, "context_stages": [[0, 64], [4, 128]],
+        "retrieval": {"share": 0.5, "max_needles": 2, "asks": 2, "digits": 2}, "validate_every": 3,
+        "validation_windows": 2, "checkpoint_every": 3, "optimizer": {"learning_rate": 0.002},
         "schedule": {"warmup_steps": 2},
     },
     "evaluation": [
@@ -61,31 +56,20 @@ TOY = {
         {
             "task": "needle",
             "options": {
-                "text": "validation",
-                "cities": "apart",
-                "paired": False,
-                "lengths": [],
-                "digits": 2,
-                "documents": 3,
-                "needles": [[1, 1], [2, 1]],
-                "depths": [0.0, 1.0],
+                "text": "validation", "cities": "apart", "paired": False, "lengths": [], "digits": 2, "documents": 3,
+                "needles": [[1, 1], [2, 1]], "depths": [0.0, 1.0],
             },
         },
         {
             "task": "allocation",
             "options": {
-                "text": "validation",
-                "cities": "seen",
-                "paired": False,
-                "digits": 2,
-                "documents": 3,
-                "needles": 2,
+                "text": "validation", "cities": "seen", "paired": False, "digits": 2, "documents": 3, "needles": 2,
                 "depths": [0.5],
             },
         },
     ],
     "compare": {"seeds": 2, "jobs": 1},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -50,18 +50,11 @@ def start(tmp_path):
 
     def run(code):
         (tmp_path / "work.py").write_text(code)
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-            "DIFFTRANSFORMER_LAZY": "1",  # as the command sets it
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-c", PARENT, "work", "word"],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        paths = os.pathsep.join([str(tmp_path), *sys.path])
+        environment = os.environ | {"PYTHONPATH": paths, "DIFFTRANSFORMER_LAZY": "1"}  # as the command sets it
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        command = [sys.executable, "-c", PARENT, "work", "word"]
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
         processes.append(process)
         return process, int(process.stdout.readline())
 

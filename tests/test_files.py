@@ -38,9 +38,8 @@ def hold():
 
     def run(folder, *words, name=".lock"):
         folder.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(folder / name), *words], stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-c", HOLDER, str(folder / name), *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         processes.append(process)
         assert process.stdout.readline() == "held\n"
         return process
@@ -166,16 +165,9 @@ write_atomically(Path(sys.argv[1]), b"half")
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     path = tmp_path / "a[1].json"
     path.write_text("old")
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)],
-            env=os.environ | {"DIFFTRANSFORMER_LAZY": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = os.environ | {"DIFFTRANSFORMER_LAZY": "1"}
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path)], env=environment, **pipes) for _ in range(2)]
     try:
         assert [writer.stdout.readline() for writer in writers] == ["writing\n"] * 2
         writers[0].kill()

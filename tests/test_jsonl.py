@@ -45,9 +45,6 @@ def test_a_damaged_line_before_the_last_is_named(path, line):
     path.write_text("\n".join([lines[0], line, lines[2]]) + "\n")
     with pytest.raises(DamagedLine, match="line 2 is damaged"):
         rows(path)
-
-
-def test_a_file_of_something_else_is_refused(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("not rows\n")
+    path.write_text("not rows\n")
     with pytest.raises(DamagedLine, match="line 1 is damaged"):
-        rows(tmp_path / "rows.jsonl")
+        rows(path)

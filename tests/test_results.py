@@ -15,10 +15,8 @@ from difftransformer_lab.results import (
     VERSIONS,
     Bench,
     BenchRow,
-    DataIdentity,
     ItemScore,
     Measurement,
-    ModelIdentity,
     TaskResult,
     Timing,
     headlines,
@@ -28,22 +26,16 @@ from difftransformer_lab.results import (
     write_result,
 )
 from tests.support.environment import ENVIRONMENT
+from tests.support.task_results import task_result
 
+WHAT = {"part": "attention", "work": "forward", "dtype": "fp32", "implementation": "diff cpu"}
+TIMING = Timing(median_seconds=0.1, low_seconds=0.09, high_seconds=0.2, rounds=9)
 BENCH = Bench(
     command="difftransformer bench",
     created="2026-01-02T03:04:05+00:00",
     environment=ENVIRONMENT,
     foreign_cpu_share=0.25,
-    rows=[
-        BenchRow(
-            part="attention",
-            work="forward",
-            dtype="fp32",
-            shape={"length_tokens": 512, "heads": 8, "head_dim": 64},
-            implementation="diff cpu",
-            timing=Timing(median_seconds=0.1, low_seconds=0.09, high_seconds=0.2, rounds=9),
-        )
-    ],
+    rows=[BenchRow(**WHAT, shape={"length_tokens": 512, "heads": 8, "head_dim": 64}, timing=TIMING)],
 )
 
 
@@ -52,25 +44,14 @@ def measurement(name: str, value: float, **changes: Any) -> Measurement:
     return Measurement(name=name, value=value, **parts)
 
 
-TASK = TaskResult(
-    task="needle",
-    model=ModelIdentity(name="m", architecture="A", attention="diff", parameters=1, dtype="float32", sha256="0"),
-    data=DataIdentity(name="validation", sha256="1", requests=2),
-    options={"digits": 2},
-    choices=["one"],
-    seed=0,
-    command="difftransformer eval needle",
-    created="2026-01-02T03:04:05+00:00",
-    environment=ENVIRONMENT,
-    measurements=[
-        measurement("accuracy", 0.5, at={"cities": "seen"}, low=0.2, high=0.8),
-        measurement("accuracy", 0.25, at={"cities": "seen", "needles": 4}),
-        measurement("accuracy", 0.125, at={"cities": "seen", "depth": 0.5}, detail=True),
-        measurement("nll", 2.5, unit="nats/token", better="lower"),
-        measurement("share of hits", 0.7, better=None),
-    ],
-    items=[ItemScore(name="accuracy", item="document 0", score=1.0)],
-)
+MEASUREMENTS = [
+    measurement("accuracy", 0.5, at={"cities": "seen"}, low=0.2, high=0.8),
+    measurement("accuracy", 0.25, at={"cities": "seen", "needles": 4}),
+    measurement("accuracy", 0.125, at={"cities": "seen", "depth": 0.5}, detail=True),
+    measurement("nll", 2.5, unit="nats/token", better="lower"), measurement("share of hits", 0.7, better=None),
+]  # fmt: skip
+SCORES = [ItemScore(name="accuracy", item="document 0", score=1.0)]
+TASK = task_result("needle", "m", MEASUREMENTS, scores=SCORES, data="validation", digits=2)
 
 
 def test_headlines_cover_most_of_the_data_and_have_a_better_direction() -> None:
@@ -80,11 +61,9 @@ def test_headlines_cover_most_of_the_data_and_have_a_better_direction() -> None:
 
 def test_a_summary_has_every_figure_but_details() -> None:
     assert summary_rows(TASK) == [
-        ("needle accuracy (seen cities)", "0.5000 (5 of 10)"),
-        ("needle accuracy (seen cities, needles 4)", "0.2500"),
-        ("validation loss, nats/token", "2.5000"),
-        ("share of hits", "0.7000"),
-    ]
+        ("needle accuracy (seen cities)", "0.5000 (5 of 10)"), ("needle accuracy (seen cities, needles 4)", "0.2500"),
+        ("validation loss, nats/token", "2.5000"), ("share of hits", "0.7000"),
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -106,9 +85,8 @@ def damage(tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], Any]], Path]:
 def test_a_result_is_read_back_as_it_was_written(result: Bench | TaskResult, tmp_path: Path) -> None:
     path = write_result(result, tmp_path / "deep" / "result.json")
     assert read_result(path, type(result)) == result
-    assert json.loads(path.read_text())["version"] == VERSIONS.get(
-        "bench" if result is BENCH else "task", SCHEMA_VERSION
-    )
+    kind = "bench" if result is BENCH else "task"
+    assert json.loads(path.read_text())["version"] == VERSIONS.get(kind, SCHEMA_VERSION)
     assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]
 
 
@@ -118,28 +96,22 @@ def test_a_whole_number_is_read_as_a_float(damage: Callable[..., Path]) -> None:
     assert (seconds, type(seconds)) == (1.0, float)
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (lambda d: d.update(version=9), ["version 9", f"reads version {VERSIONS['bench']}"]),
-        (lambda d: d.update(kind="comparison"), ["'comparison'", "expected 'bench'"]),
-        (lambda d: d.pop("version"), ["not a results file"]),
-        (lambda d: d["result"].pop("rows"), ["rows", "missing"]),
-        (lambda d: d["result"]["rows"][0].pop("dtype"), ["rows[0]", "dtype", "missing"]),
-        (lambda d: d["result"].update(colour="red"), ["colour", "unknown"]),
-        (
-            lambda d: d["result"]["rows"][0]["timing"].update(rounds="9"),
-            ["rows[0].timing.rounds", "expected int", "'9'"],
-        ),
-        (
-            lambda d: d["result"]["rows"][0]["timing"].update(rounds=True),
-            ["rows[0].timing.rounds", "expected int", "True"],
-        ),
-        (lambda d: d["result"].update(rows={}), ["rows", "expected a list"]),
-        (lambda d: d["result"].update(environment=[]), ["environment", "Environment"]),
-        (lambda d: d["result"]["environment"].update(device=None), ["environment.device", "expected str"]),
-    ],
-)
+@pytest.mark.parametrize(("edit", "words"), [
+    (lambda d: d.update(version=9), ["version 9", f"reads version {VERSIONS['bench']}"]),
+    (lambda d: d.update(kind="comparison"), ["'comparison'", "expected 'bench'"]),
+    (lambda d: d.pop("version"), ["not a results file"]),
+    (lambda d: d["result"].pop("rows"), ["rows", "missing"]),
+    (lambda d: d["result"]["rows"][0].pop("dtype"), ["rows[0]", "dtype", "missing"]),
+    (lambda d: d["result"].update(colour="red"), ["colour", "unknown"]),
+    (lambda d: d["result"]["rows"][0]["timing"].update(rounds="9"), ["rows[0].timing.rounds", "expected int", "'9'"], ),
+    (
+        lambda d: d["result"]["rows"][0]["timing"].update(rounds=True),
+        ["rows[0].timing.rounds", "expected int", "True"],
+    ),
+    (lambda d: d["result"].update(rows={}), ["rows", "expected a list"]),
+    (lambda d: d["result"].update(environment=[]), ["environment", "Environment"]),
+    (lambda d: d["result"]["environment"].update(device=None), ["environment.device", "expected str"]),
+])  # fmt: skip
 def test_a_file_that_is_not_understood_is_refused_by_name(
     edit: Callable[[dict[str, Any]], Any], words: list[str], damage: Callable[..., Path]
 ) -> None:
@@ -152,17 +124,13 @@ def test_a_file_that_is_not_understood_is_refused_by_name(
         assert word in message
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"bench"', '{"kind": "bench", "version": 1, "resul'])
-def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    path.write_text(text)
-    with pytest.raises(ResultsError, match="not a results file"):
-        read_result(path, Bench)
+DAMAGED = (b"", b"{", b"[1, 2]", b'"bench"', b'{"kind": "bench", "version": 1, "resul', b"\xff\xfe\x00\x01")
 
 
-def test_a_binary_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_file_and_a_folder_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    path.write_bytes(b"\xff\xfe\x00\x01")
+    path.write_bytes(content)
     for place in (path, tmp_path):
         with pytest.raises(ResultsError, match="not a results file"):
             read_result(place, Bench)

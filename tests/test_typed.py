@@ -48,18 +48,11 @@ json_values = st.recursive(
     max_leaves=8,
 )
 outers = st.builds(
-    Outer,
-    name=st.text(),
-    count=integers,
-    share=finite,
-    on=st.booleans(),
-    inner=inners,
-    more=st.lists(inners, max_size=3),
-    table=st.dictionaries(st.text(max_size=5), finite, max_size=3),
-    anything=st.dictionaries(st.text(max_size=5), json_values, max_size=3),
-    limit=st.none() | integers,
+    Outer, name=st.text(), count=integers, share=finite, on=st.booleans(), inner=inners,
+    more=st.lists(inners, max_size=3), table=st.dictionaries(st.text(max_size=5), finite, max_size=3),
+    anything=st.dictionaries(st.text(max_size=5), json_values, max_size=3), limit=st.none() | integers,
     maybe=st.none() | inners,
-)
+)  # fmt: skip
 
 
 def build_outer(value):
@@ -107,51 +100,40 @@ def test_a_required_field_may_not_be_missing(outer, name):
         build_outer(document)
 
 
+INNER = Inner(kind="a", pair=(1, 2.0))
 VALID = dataclasses.asdict(
-    Outer(
-        name="n",
-        count=1,
-        share=0.5,
-        on=True,
-        inner=Inner(kind="a", pair=(1, 2.0)),
-        more=[],
-        table={"x": 1.0},
-        anything={},
-    )
+    Outer(name="n", count=1, share=0.5, on=True, inner=INNER, more=[], table={"x": 1.0}, anything={})
 )
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"cuont": 1}, "cuont: unknown key; did you mean count? allowed: name, count, share,"),
-        ({"zzz": 1}, "zzz: unknown key; allowed: name, count,"),
-        ({"count": 2**63}, "count: an integer of 64 bits; give at most 63"),
-        ({"share": 10**400}, "share: an integer of 1329 bits; give at most 63"),
-        ({"count": 1.0}, "count: expected int, got 1.0"),
-        ({"count": True}, "count: expected int, got True"),
-        ({"on": 1}, "on: expected bool, got 1"),
-        ({"name": None}, "name: expected str, got None"),
-        ({"share": "3e-4"}, "share: expected float, got '3e-4' (YAML reads 3e-4 as text: write 3.0e-4 or 0.0003)"),
-        ({"share": True}, "share: expected float, got True"),
-        ({"share": float("nan")}, "share: expected a finite number, got nan"),
-        ({"share": float("inf")}, "share: expected a finite number, got inf"),
-        ({"more": {}}, "more: expected a list, got {}"),
-        ({"more": "text"}, "more: expected a list, got 'text'"),
-        (
-            {"more": [{"kind": "a", "pair": [1, 2.0]}, {"kind": "c", "pair": [1, 2.0]}]},
-            "more[1].kind: 'c' is not allowed; choose one of a, b",
-        ),
-        ({"inner": {"kind": "a", "pair": [1]}}, "inner.pair: expected 2 values, got [1]"),
-        ({"inner": {"kind": "a", "pair": [1, "x"]}}, "inner.pair[1]: expected float, got 'x'"),
-        ({"inner": {"kind": ["a"], "pair": [1, 2.0]}}, "inner.kind: ['a'] is not allowed; choose one of a, b"),
-        ({"inner": 5}, "inner: expected a mapping (Inner), got 5"),
-        ({"table": [1]}, "table: expected a mapping, got [1]"),
-        ({"table": {"x": "y"}}, "table.x: expected float, got 'y'"),
-        ({"table": {3: 1.0}}, "table.3: expected a key of type str, got 3"),
-        ({"name": ["x"] * 99}, "name: expected str, got ['x', 'x',"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"cuont": 1}, "cuont: unknown key; did you mean count? allowed: name, count, share,"),
+    ({"zzz": 1}, "zzz: unknown key; allowed: name, count,"),
+    ({"count": 2**63}, "count: an integer of 64 bits; give at most 63"),
+    ({"share": 10**400}, "share: an integer of 1329 bits; give at most 63"),
+    ({"count": 1.0}, "count: expected int, got 1.0"),
+    ({"count": True}, "count: expected int, got True"),
+    ({"on": 1}, "on: expected bool, got 1"),
+    ({"name": None}, "name: expected str, got None"),
+    ({"share": "3e-4"}, "share: expected float, got '3e-4' (YAML reads 3e-4 as text: write 3.0e-4 or 0.0003)"),
+    ({"share": True}, "share: expected float, got True"),
+    ({"share": float("nan")}, "share: expected a finite number, got nan"),
+    ({"share": float("inf")}, "share: expected a finite number, got inf"),
+    ({"more": {}}, "more: expected a list, got {}"),
+    ({"more": "text"}, "more: expected a list, got 'text'"),
+    (
+        {"more": [{"kind": "a", "pair": [1, 2.0]}, {"kind": "c", "pair": [1, 2.0]}]},
+        "more[1].kind: 'c' is not allowed; choose one of a, b",
+    ),
+    ({"inner": {"kind": "a", "pair": [1]}}, "inner.pair: expected 2 values, got [1]"),
+    ({"inner": {"kind": "a", "pair": [1, "x"]}}, "inner.pair[1]: expected float, got 'x'"),
+    ({"inner": {"kind": ["a"], "pair": [1, 2.0]}}, "inner.kind: ['a'] is not allowed; choose one of a, b"),
+    ({"inner": 5}, "inner: expected a mapping (Inner), got 5"),
+    ({"table": [1]}, "table: expected a mapping, got [1]"),
+    ({"table": {"x": "y"}}, "table.x: expected float, got 'y'"),
+    ({"table": {3: 1.0}}, "table.3: expected a key of type str, got 3"),
+    ({"name": ["x"] * 99}, "name: expected str, got ['x', 'x',"),
+])  # fmt: skip
 def test_messages(change, message):
     with pytest.raises(ConfigError) as error:
         build_outer(VALID | change)

@@ -1,5 +1,6 @@
 """Words, names and streams out of bounds: one line, exit status 2, and nothing heavy is imported to find out."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -7,8 +8,14 @@ import textwrap
 
 import pytest
 import yaml
+from rich.table import Table
 
+from difftransformer.errors import DataError
+from difftransformer_lab.cli.console import console, log, show
 from difftransformer_lab.cli.main import verbs
+from difftransformer_lab.evals.sets.labelled import read_labelled_files
+from difftransformer_lab.report import studied, write_study
+from tests.report.conftest import make_comparison
 
 COMMAND = [sys.executable, "-m", "difftransformer_lab"]
 
@@ -16,13 +23,8 @@ COMMAND = [sys.executable, "-m", "difftransformer_lab"]
 def shell(line, **environment):
     """Run a line of the shell, in which $COMMAND is the command."""
     command = " ".join(f"'{word}'" for word in COMMAND)
-    return subprocess.run(
-        ["bash", "-c", line.replace("$COMMAND", command)],
-        capture_output=True,
-        env=os.environ | environment,
-        timeout=60,
-        check=False,
-    )
+    words = ["bash", "-c", line.replace("$COMMAND", command)]
+    return subprocess.run(words, capture_output=True, env=os.environ | environment, timeout=60, check=False)
 
 
 def test_faults_of_the_command_line_are_found_without_torch(tmp_path):
@@ -46,9 +48,8 @@ def test_faults_of_the_command_line_are_found_without_torch(tmp_path):
                 assert main([verb, "recipe.yaml"]) == 2
         assert not {{"torch", "transformers"}} & set(sys.modules)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -94,9 +95,8 @@ def test_recipes_that_ask_for_too_much(override, toy_file, tmp_path, fails):
 @pytest.mark.parametrize("value", [{"rope_type": "x", "rope_theta": 1}, {"rope_type": "yarn", "rope_theta": 1e4}])
 def test_rotary_settings_that_transformers_does_not_know(value, toy, tmp_path, fails):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(toy | {"model": toy["model"] | {"rope_parameters": value}}))
-    assert "transformers makes no rotary embedding" in fails(
-        "train", tmp_path / "recipe.yaml", "--out", tmp_path / "out"
-    )
+    line = fails("train", tmp_path / "recipe.yaml", "--out", tmp_path / "out")
+    assert "transformers makes no rotary embedding" in line
 
 
 def test_a_long_field_of_a_table(tmp_path, fails):
@@ -104,9 +104,6 @@ def test_a_long_field_of_a_table(tmp_path, fails):
     (tmp_path / "model").mkdir()
     line = fails("eval", "icl", tmp_path / "model", "--train-file", tmp_path / "x.csv")
     assert "checkpoint" in line  # the model is opened first
-    from difftransformer.errors import DataError
-    from difftransformer_lab.evals.sets.labelled import read_labelled_files
-
     with pytest.raises(DataError, match=r"x\.csv: line \d is not CSV \(field larger than field limit"):
         read_labelled_files(str(tmp_path / "x.csv"))
 
@@ -143,13 +140,8 @@ def test_streams_of_few_characters():
 
 
 def test_pages_hold_no_control_characters(tmp_path):
-    import dataclasses
-
-    from difftransformer_lab.report import studied, write_study
-    from tests.report.conftest import make_comparison
-
     bad = "\x1b[31m<b>\x07\u202e[bold]"
-    evidence = make_comparison(seeds=1, layers=2, needle_counts=1)
+    evidence = make_comparison(seeds=1, needle=False, allocation=False)
     index = dataclasses.replace(evidence.index, question=bad, about=bad, command=bad)
     page = write_study(studied(dataclasses.replace(evidence, index=index)), tmp_path)
     for path in (page, *tmp_path.rglob("*.csv"), *tmp_path.rglob("*.svg")):
@@ -158,10 +150,6 @@ def test_pages_hold_no_control_characters(tmp_path):
 
 
 def test_tables_hold_no_control_characters_and_no_markup(capsys):
-    from rich.table import Table
-
-    from difftransformer_lab.cli.console import console, log, show
-
     bad = "[bold]a[/nope]\x1b[31m\x07"
     table = Table(bad, title=bad)
     table.add_row(bad)

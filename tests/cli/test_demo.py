@@ -50,35 +50,29 @@ def test_without_a_prompt_the_error_gives_one(monkeypatch, fails):
     assert r"such as $'The special magic Lisbon number is: 42\nThe" in fails("generate", "demo")
 
 
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        (["train", "demo", "--steps", "10"], "use --set training.steps=10"),
-        (["train", "demo", "--learning-rate=0.1"], "use --set training.optimizer.learning_rate=0.1"),
-        (["compare", "demo", "--hidden_size"], "use --set model.hidden_size=VALUE"),
-    ],
-)
+@pytest.mark.parametrize(("words", "advice"), [
+    (["train", "demo", "--steps", "10"], "use --set training.steps=10"),
+    (["train", "demo", "--learning-rate=0.1"], "use --set training.optimizer.learning_rate=0.1"),
+    (["compare", "demo", "--hidden_size"], "use --set model.hidden_size=VALUE"),
+])  # fmt: skip
 def test_a_field_of_the_recipe_as_a_flag(words, advice, fails):
     assert advice in fails(*words)
 
 
-@pytest.mark.parametrize(
-    ("verb", "values", "command"),
-    [
-        ("train", {"recipe": "demo", "out": None, "dry_run": False}, "eval runs/demo"),
-        ("train", {"recipe": "demo", "out": None, "dry_run": True, "set": None}, "train demo"),
-        (
-            "train",
-            {"recipe": "demo", "out": None, "dry_run": True, "set": ["training.steps=5"]},
-            "train demo --set training.steps=5",
-        ),
-        ("compare", {"recipe": "demo", "out": None, "seeds": None}, "compare demo --seeds 5"),
-        ("compare", {"recipe": "demo", "out": "my folder", "seeds": 4}, "compare demo --seeds 6 --out 'my folder'"),
-        ("export", {"model": "runs/demo", "out": "made"}, "check causality made"),
-        ("eval needle", {"models": ["a", "b"], "out": None}, "maps a"),
-        ("upcycle", {"model": "a", "out": "b", "train": None}, "eval perplexity a b"),
-    ],
-)
+@pytest.mark.parametrize(("verb", "values", "command"), [
+    ("train", {"recipe": "demo", "out": None, "dry_run": False}, "eval runs/demo"),
+    ("train", {"recipe": "demo", "out": None, "dry_run": True, "set": None}, "train demo"),
+    (
+        "train",
+        {"recipe": "demo", "out": None, "dry_run": True, "set": ["training.steps=5"]},
+        "train demo --set training.steps=5",
+    ),
+    ("compare", {"recipe": "demo", "out": None, "seeds": None}, "compare demo --seeds 5"),
+    ("compare", {"recipe": "demo", "out": "my folder", "seeds": 4}, "compare demo --seeds 6 --out 'my folder'"),
+    ("export", {"model": "runs/demo", "out": "made"}, "check causality made"),
+    ("eval needle", {"models": ["a", "b"], "out": None}, "maps a"),
+    ("upcycle", {"model": "a", "out": "b", "train": None}, "eval perplexity a b"),
+])  # fmt: skip
 def test_next(verb, values, command, capfd):
     suggest(verb, values)
     assert capfd.readouterr().out == f"Next: difftransformer {command}\n"

@@ -31,12 +31,10 @@ def models(tmp_path_factory):
 def preset(toy_text, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(file.read_text() for file in sorted(toy_text.glob("*.txt"))[:6]))
+    needles = {"text": str(text), "lengths": [128, 160], "documents": 3, "digits": 3, "depths": [0.0, 1.0]}
     tasks = [
         {"task": "perplexity", "label": "the loss", "options": {"text": str(text), "window": 64, "windows": 4}},
-        {
-            "task": "needle",
-            "options": {"text": str(text), "lengths": [128, 160], "documents": 3, "digits": 3, "depths": [0.0, 1.0]},
-        },
+        {"task": "needle", "options": needles},
         {"task": "perplexity", "label": "elsewhere", "options": {"text": str(tmp_path / "none.txt")}},
     ]
     path = tmp_path / "suite.yaml"
@@ -50,27 +48,23 @@ def test_two_models_on_one_page(models, preset, tmp_path, capsys, monkeypatch):
     assert main(words) == 2  # one task could not be run
     said = capsys.readouterr()
     assert "elsewhere: left out" in said.out
-    assert [line.partition(" on ")[0] for line in said.err.splitlines()] == [
-        f"difftransformer eval {preset}: missing: elsewhere"
-    ] * 2
+    lines = [line.partition(" on ")[0] for line in said.err.splitlines()]
+    assert lines == [f"difftransformer eval {preset}: missing: elsewhere"] * 2
     page = (out / "index.html").read_text()
     assert "Suite tiny" in page
     assert "none.txt" in page[page.index("Not run") :]
     assert page.count("<svg ") == 4  # two pictures, each for a wide and for a narrow screen
     assert "diff minus softmax" in page
-    results = [
-        read_result(out / "models" / f"{i}-{name}" / "the loss.json", TaskResult)
-        for i, name in enumerate(("diff", "softmax"))
-    ]
+    files = [out / "models" / name / "the loss.json" for name in ("0-diff", "1-softmax")]
+    results = [read_result(file, TaskResult) for file in files]
     assert [result.model.attention for result in results] == ["diff", "softmax"]
     assert results[0].data == results[1].data
     assert results[0].model.sha256 != results[1].model.sha256
     # The figure is the model's own loss on the text's first bytes.
     with torch.no_grad():
         for result, folder in zip(results, models, strict=True):
-            network = suites.open_language_model(folder)
-            with network as opened:
-                ids = torch.tensor([[*open_bytes(preset)[:65]]])
+            with suites.open_language_model(folder) as opened:
+                ids = torch.tensor([[*(tmp_path / "text.txt").read_bytes()[:65]]])
                 loss = opened.language_model.model(input_ids=ids, labels=ids).loss.item()
             first = result.items[0]
             assert first.score / first.weight == pytest.approx(loss, rel=1e-5)
@@ -87,12 +81,9 @@ def test_two_models_on_one_page(models, preset, tmp_path, capsys, monkeypatch):
 
 
 def figure(out, model, label):
-    (nll,) = [
-        row
-        for row in read_result(out / "models" / model / f"{label}.json", TaskResult).measurements
-        if row.name == "nll"
-    ]
-    return nll.value
+    rows = read_result(out / "models" / model / f"{label}.json", TaskResult).measurements
+    (nll,) = (row.value for row in rows if row.name == "nll")
+    return nll
 
 
 def test_what_changed_behind_its_name_is_asked_again(models, preset, tmp_path, capsys):
@@ -168,24 +159,12 @@ def test_undefined_figures_and_broken_figures_are_gaps_of_the_page(models, prese
         raise IndexError("no such place")
 
     monkeypatch.setattr(needle.NeedleTask, "score", fail)
-    words = [
-        "eval",
-        str(preset),
-        models[0],
-        str(broken),
-        str(tmp_path / "none"),
-        "--out",
-        str(out),
-    ]
+    words = ["eval", str(preset), models[0], str(broken), str(tmp_path / "none"), "--out", str(out)]
     assert main(words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith(f"difftransformer eval {preset}: missing: ") for line in lines)
     page = (out / "index.html").read_text()
-    for gap in (
-        "broken: nll is undefined",
-        "IndexError: no such place",
-        f"every task on {tmp_path / 'none'}",
-    ):
+    for gap in ("broken: nll is undefined", "IndexError: no such place", f"every task on {tmp_path / 'none'}"):
         assert gap in page
         assert any(gap in line for line in lines)
     assert f"{figure(out, '0-diff', 'the loss'):.2g}" in page
@@ -196,21 +175,14 @@ def test_undefined_figures_and_broken_figures_are_gaps_of_the_page(models, prese
     assert all(line.startswith("difftransformer eval perplexity: missing: ") for line in lines)
 
 
-def open_bytes(preset):
-    return (preset.parent / "text.txt").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("document", "words"),
-    [
-        ({"name": "x", "tasks": []}, "give at least one"),
-        ({"name": "x", "tasks": [{"task": "needle"}, {"task": "needle"}]}, "'needle' is given twice; give labels"),
-        ({"name": "x", "tasks": [{"task": "nothing"}]}, "no task 'nothing'; choose one of"),
-        ({"name": "x", "tasks": [{"task": "needle", "options": {"length": [5]}}]}, "did you mean lengths?"),
-        ({"name": "x", "tasks": [{"task": "needle", "label": "../a"}]}, "label '../a': it names files"),
-        ([1], "a suite is a mapping with name and tasks"),
-    ],
-)
+@pytest.mark.parametrize(("document", "words"), [
+    ({"name": "x", "tasks": []}, "give at least one"),
+    ({"name": "x", "tasks": [{"task": "needle"}, {"task": "needle"}]}, "'needle' is given twice; give labels"),
+    ({"name": "x", "tasks": [{"task": "nothing"}]}, "no task 'nothing'; choose one of"),
+    ({"name": "x", "tasks": [{"task": "needle", "options": {"length": [5]}}]}, "did you mean lengths?"),
+    ({"name": "x", "tasks": [{"task": "needle", "label": "../a"}]}, "label '../a': it names files"),
+    ([1], "a suite is a mapping with name and tasks"),
+])  # fmt: skip
 def test_impossible_suites_are_refused(document, words, models, tmp_path, fails):
     path = tmp_path / "suite.yaml"
     path.write_text(yaml.safe_dump(document))
@@ -232,17 +204,8 @@ def test_shipped_suites_load(name):
 
 
 def test_one_task_on_two_models_is_a_suite_of_one(models, preset, tmp_path):
-    words = [
-        "--text",
-        str(preset.parent / "text.txt"),
-        "--window",
-        "64",
-        "--windows",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main(["eval", "perplexity", *models, *words]) == 0
+    words = ["--text", str(preset.parent / "text.txt"), "--window", "64", "--windows", "2"]
+    assert main(["eval", "perplexity", *models, *words, "--out", str(tmp_path / "out")]) == 0
     assert "diff minus softmax" in (tmp_path / "out" / "index.html").read_text()
     assert figure(tmp_path / "out", "0-diff", "perplexity") != figure(tmp_path / "out", "1-softmax", "perplexity")
 

@@ -35,36 +35,19 @@ def commands(toy_file, toy, toy_shards, tmp_path):
     """The command lines, but for --out."""
     model, llama, text = tmp_path / "model", tmp_path / "llama", tmp_path / "text.txt"
     tiny_folders.saved(model)
-    config = LlamaConfig(
-        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-    )
-    LlamaForCausalLM(config).save_pretrained(llama)
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(llama)
     byte_tokenizer().save(llama)
     text.write_text("".join(f"line {i} tells of {i * i} things\n" for i in range(900)))
-    (tmp_path / "suite.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "name": "s",
-                "tasks": [{"task": "perplexity", "options": {"text": str(text), "window": 16, "windows": 2}}],
-            }
-        )
-    )
-    (tmp_path / "study.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "name": "small",
-                "question": "Does it work?",
-                "recipe": str(toy_file),
-                "reference": "twin",
-                "arms": {
-                    "diff": {"label": "DIFF", "set": {"model.attention_type": "diff"}},
-                    "twin": {"label": "Transformer", "set": {"model.attention_type": "softmax"}},
-                },
-                "figures": [{"label": "loss", "task": "perplexity", "name": "nll", "unit": "nats/token"}],
-                "presets": {"laptop": {"seeds": 1, "set": {"evaluation.needle": None, "evaluation.allocation": None}}},
-            }
-        )
-    )
+    loss = {"task": "perplexity", "options": {"text": str(text), "window": 16, "windows": 2}}
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": [loss]}))
+    arms = {"diff": {"set": {"model.attention_type": "diff"}}, "twin": {"set": {"model.attention_type": "softmax"}}}
+    study = {
+        "name": "small", "question": "Does it work?", "recipe": str(toy_file), "reference": "twin", "arms": arms,
+        "figures": [{"label": "loss", "task": "perplexity", "name": "nll", "unit": "nats/token"}],
+        "presets": {"laptop": {"seeds": 1, "set": {"evaluation.needle": None, "evaluation.allocation": None}}},
+    }  # fmt: skip
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
     task = ["eval", "perplexity", model, "--text", text, "--window", "16", "--windows", "2", "--out"]
     return {
         "train": ["train", toy_file, "--out"],
@@ -81,16 +64,11 @@ def commands(toy_file, toy, toy_shards, tmp_path):
 WRITES = [
     ("train", 100, "config.yaml"),
     ("train", 4000, "step-000003: the checkpoint of step 3 cannot be written (model.safetensors: File too large)"),
-    ("tokenize", 30_000, "while writing train-00000.bin"),
-    ("export", 2000, "model.safetensors"),
-    ("convert", 2000, "model.safetensors"),
-    ("upcycle", 2000, "model.safetensors"),
-    ("study", 500, "config.yaml"),
-    ("eval task", 10, "perplexity.answers.jsonl"),
-    ("eval task", 1000, "perplexity.json"),
-    ("eval task", 8000, "perplexity.svg"),
-    ("eval suite", 8000, ".svg"),
-]
+    ("tokenize", 30_000, "while writing train-00000.bin"), ("export", 2000, "model.safetensors"),
+    ("convert", 2000, "model.safetensors"), ("upcycle", 2000, "model.safetensors"), ("study", 500, "config.yaml"),
+    ("eval task", 10, "perplexity.answers.jsonl"), ("eval task", 1000, "perplexity.json"),
+    ("eval task", 8000, "perplexity.svg"), ("eval suite", 8000, ".svg"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "bytes_", "file"), WRITES)
@@ -128,9 +106,8 @@ def test_a_study_keeps_what_is_finished_and_goes_on(commands, tmp_path, room, ca
     room(resource.RLIM_INFINITY)
     error = capsys.readouterr().err
     assert status == 2
-    assert re.fullmatch(
-        r"difftransformer study: .*, seed 1: .*cannot be written \(model.safetensors: File too large\).*\n", error
-    )
+    said = r"difftransformer study: .*, seed 1: .*cannot be written \(model.safetensors: File too large\).*\n"
+    assert re.fullmatch(said, error)
     finish("--seeds", "2")
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
     assert {path: path.read_bytes() for path in records} == records
@@ -142,10 +119,7 @@ def test_metrics_that_cannot_be_written(toy_file, tmp_path, monkeypatch, capsys)
 
     class Full:
         def __init__(self, file):
-            self.file = file
-
-        def truncate(self, size):
-            self.file.truncate(size)
+            self.file, self.truncate = file, file.truncate
 
         def flush(self, *_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -182,14 +156,9 @@ def test_a_lock_needs_no_room(tmp_path, room):
 )
 def test_a_full_standard_output_is_no_full_disk(words, buffered):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, *([] if buffered else ["-u"]), "-m", "difftransformer_lab", *words]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, *([] if buffered else ["-u"]), "-m", "difftransformer_lab", *words],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            env=environment,
-            text=True,
-            check=False,
-        )
+        options = {"stdout": full, "stderr": subprocess.PIPE, "env": environment, "text": True, "check": False}
+        done = subprocess.run(command, **options)
     assert done.returncode == 2
     assert done.stderr == "difftransformer: standard output cannot be written (No space left on device)\n"

@@ -22,13 +22,9 @@ from difftransformer_lab.printable import printable
 from tests.support import fresh
 
 SIZES = {
-    "vocab_size": 258,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+SIZES |= {"max_position_embeddings": 64}
 KINDS = {
     "diff": lambda: DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES)),
     "softmax": lambda: DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES, attention_type="softmax")),
@@ -127,9 +123,8 @@ def test_draws(saved, generate):
 
 def test_settings_saved_with_the_model_do_not_act(saved, generate):
     folder = saved()
-    (folder / "generation_config.json").write_text(
-        json.dumps({"do_sample": True, "temperature": 5.0, "top_k": 7, "top_p": 0.5})
-    )
+    settings = {"do_sample": True, "temperature": 5.0, "top_k": 7, "top_p": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
     assert generate(folder, PROMPT, "--max-new-tokens", 20) == expected(folder)
 
 
@@ -167,9 +162,7 @@ def test_backend(saved, generate, fails, kind):
 def test_diffllama_is_accelerated(saved, generate, monkeypatch):
     calls = []
     op = acceleration.normed_differential_attention
-    monkeypatch.setattr(
-        acceleration, "normed_differential_attention", lambda *a, **options: calls.append(0) or op(*a, **options)
-    )
+    monkeypatch.setattr(acceleration, op.__name__, lambda *a, **options: calls.append(0) or op(*a, **options))
     generate(saved("diffllama"), PROMPT, "--max-new-tokens", 3)
     assert len(calls) == 6
 
@@ -217,25 +210,16 @@ def test_room(saved, generate, fails, capsys):
         assert f"the prompt has {count} tokens, and the model 64 positions" in fails(folder, "x" * count)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--max-new-tokens", 0], "--max-new-tokens 0: give at least 1"),
-        (["--num-beams", 0], "--num-beams 0: give at least 1"),
-        (["--temperature", -1], "--temperature -1"),
-        (["--temperature", "nan"], "temperature"),
-        (["--temperature", 1, "--top-p", 0], "--top-p 0"),
-        (["--temperature", 1, "--top-p", 1.5], "--top-p 1.5: give a probability"),
-        (["--temperature", 1, "--top-k", 0], "--top-k 0: give at least 1"),
-        (["--top-k", 5], "--top-k 5 is for sampling"),
-        (["--top-p", 0.5], "--top-p 0.5 is for sampling"),
-        (["--device", "tpu"], "--device tpu"),
-        (["--dtype", "int4"], "int4"),
-        (["--cache", "paged"], "paged"),
-        (["--seed", "many"], "seed"),
-        (["--prompt-file", "x.txt"], "a prompt and --prompt-file were given"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--max-new-tokens", 0], "--max-new-tokens 0: give at least 1"),
+    (["--num-beams", 0], "--num-beams 0: give at least 1"), (["--temperature", -1], "--temperature -1"),
+    (["--temperature", "nan"], "temperature"), (["--temperature", 1, "--top-p", 0], "--top-p 0"),
+    (["--temperature", 1, "--top-p", 1.5], "--top-p 1.5: give a probability"),
+    (["--temperature", 1, "--top-k", 0], "--top-k 0: give at least 1"),
+    (["--top-k", 5], "--top-k 5 is for sampling"), (["--top-p", 0.5], "--top-p 0.5 is for sampling"),
+    (["--device", "tpu"], "--device tpu"), (["--dtype", "int4"], "int4"), (["--cache", "paged"], "paged"),
+    (["--seed", "many"], "seed"), (["--prompt-file", "x.txt"], "a prompt and --prompt-file were given"),
+])  # fmt: skip
 def test_wrong_words(saved, fails, words, message):
     assert message in fails(saved(), PROMPT, *words)
 
@@ -270,9 +254,8 @@ def test_wrong_folders(saved, fails, tmp_path):
 
 def test_wrong_models(saved, fails):
     folder = saved("llama")
-    assert "a 'llama' model, which does not use this package's attention" in fails(
-        folder, PROMPT, "--backend", "chunked"
-    )
+    line = fails(folder, PROMPT, "--backend", "chunked")
+    assert "a 'llama' model, which does not use this package's attention" in line
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "model.safetensors is cut short or damaged" in fails(folder, PROMPT)

@@ -84,14 +84,8 @@ def test_a_shipped_recipe(start):
 
 
 def test_a_saved_model_is_measured_with_fresh_weights(start, tmp_path):
-    config = DiffTransformerConfig(
-        attention_type="softmax",
-        hidden_size=32,
-        num_attention_heads=4,
-        num_hidden_layers=1,
-        vocab_size=50,
-        initialization="normal",
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 50}
+    config = DiffTransformerConfig(attention_type="softmax", initialization="normal", **sizes)
     model = DiffTransformerForCausalLM(config)
     model.model.embed_tokens.weight.data.mul_(100)
     model.save_pretrained(tmp_path)
@@ -119,12 +113,8 @@ def test_what_has_no_start(fails, tmp_path):
     assert "'4b' is neither a preset (tiny, small," in line
     assert "nor a recipe (ablation, demo," in line
     shape = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 8,
-    }
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+    }  # fmt: skip
     family_config("qwen3")(**shape, num_key_value_heads=2, vocab_size=40).save_pretrained(tmp_path)
     line = fails("info", tmp_path, "--start")
     assert "model_type is 'differential_family', and --start takes 'difftransformer'" in line

@@ -67,12 +67,8 @@ def losses(run):
 
 
 def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
-    toy["training"] |= {
-        "steps": 200,
-        "checkpoint_every": 5,
-        "validate_every": 80,
-        "context_stages": [[0, 64], [40, 128]],
-    }
+    stages = [[0, 64], [40, 128]]
+    toy["training"] |= {"steps": 200, "checkpoint_every": 5, "validate_every": 80, "context_stages": stages}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(toy))
     run = tmp_path / "run"
@@ -88,10 +84,8 @@ def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
     assert stopped < 200
     assert newest.name == f"step-{stopped:06d}"
     assert f"stopped after step {stopped}; saved {newest}." in err
-    assert (
-        f"Continue with: difftransformer train {path} --out {run} --threads 1 --set 'compare.models=[diff, softmax]'"
-        in err
-    )
+    again = f"difftransformer train {path} --out {run} --threads 1 --set 'compare.models=[diff, softmax]'"
+    assert f"Continue with: {again}" in err
     assert "Traceback" not in err
 
     process = start(*command)

@@ -15,6 +15,14 @@ from difftransformer_lab.cli.console import log_shown
 from difftransformer_lab.studies import Job
 
 
+def jobs_of(count):
+    return [Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, threads=1) for i in range(count)]
+
+
+def lines_of(text):
+    return [line for line in text.splitlines() if line.startswith("study small: ")]
+
+
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
@@ -46,8 +54,15 @@ def test_a_slow_evaluation_prints_a_line_at_least_every_half_minute(clock, capfd
     ]
 
 
+OF_THREE = [
+    "study small: 1 of 3 runs, about 2 min left",
+    "study small: 2 of 3 runs, about 60 s left",
+    "study small: 3 of 3 runs",
+]
+
+
 def test_a_study_prints_a_line_for_each_run_with_the_time_left(clock, capfd):
-    jobs = [Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, threads=1) for i in range(3)]
+    jobs = jobs_of(3)
     with progress.study_progress() as bars:
         watch = progress.watch_study(bars, "study small")
         watch(jobs)
@@ -59,12 +74,7 @@ def test_a_study_prints_a_line_for_each_run_with_the_time_left(clock, capfd):
             if i < 2:
                 jobs[i + 1].step = 1
                 watch(jobs)
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("study small: ")]
-    assert lines == [
-        "study small: 1 of 3 runs, about 2 min left",
-        "study small: 2 of 3 runs, about 60 s left",
-        "study small: 3 of 3 runs",
-    ]
+    assert lines_of(capfd.readouterr().out) == OF_THREE
 
 
 def test_a_study_counts_its_runs_anew_after_learning_rates_were_chosen(clock, monkeypatch):
@@ -73,24 +83,19 @@ def test_a_study_counts_its_runs_anew_after_learning_rates_were_chosen(clock, mo
     with progress.study_progress() as bars:
         watch = progress.watch_study(bars, "study small")
         for count in (3, 2):
-            jobs = [Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, threads=1) for i in range(count)]
+            jobs = jobs_of(count)
             watch(jobs)
             for job in jobs:
                 clock[0] += 60
                 job.step, job.done = 100, True
                 watch(jobs)
         assert [bar.visible for bar in bars.tasks] == [False, True]
-    assert [line for line in shown.file.getvalue().splitlines() if line.startswith("study small: ")] == [
-        "study small: 1 of 3 runs, about 2 min left",
-        "study small: 2 of 3 runs, about 60 s left",
-        "study small: 3 of 3 runs",
-        "study small: 1 of 2 runs, about 60 s left",
-        "study small: 2 of 2 runs",
-    ]
+    of_two = ["study small: 1 of 2 runs, about 60 s left", "study small: 2 of 2 runs"]
+    assert lines_of(shown.file.getvalue()) == [*OF_THREE, *of_two]
 
 
 def test_the_time_left_of_a_study_weighs_runs_by_the_time_of_their_kind(clock, capfd):
-    jobs = [Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, threads=1) for i in range(3)]
+    jobs = jobs_of(3)
     for job, seconds in zip(jobs, (60.0, 60.0, 600.0), strict=True):
         job.expected_seconds = seconds
     with progress.study_progress() as bars:
@@ -104,8 +109,7 @@ def test_the_time_left_of_a_study_weighs_runs_by_the_time_of_their_kind(clock, c
         clock[0] += 60
         jobs[2].step = 50
         watch(jobs)
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("study small: ")]
-    assert lines == [
+    assert lines_of(capfd.readouterr().out) == [
         "study small: 1 of 3 runs, about 11 min left",
         "study small: 2 of 3 runs, about 10 min left",
         "study small: 2 of 3 runs, about 36 s left",
@@ -113,16 +117,8 @@ def test_the_time_left_of_a_study_weighs_runs_by_the_time_of_their_kind(clock, c
 
 
 def test_a_run_that_goes_on_is_judged_by_its_own_steps(clock, capfd):
-    metrics = StepMetrics(
-        step=0,
-        loss_nats=2.0,
-        gradient_norm=1.0,
-        learning_rate=1.0,
-        tokens=0,
-        seconds=0.0,
-        tokens_per_second=1000.0,
-        lambdas=[],
-    )
+    ones = dict.fromkeys(("gradient_norm", "learning_rate", "tokens", "seconds"), 1)
+    metrics = StepMetrics(step=0, loss_nats=2.0, tokens_per_second=1000.0, lambdas=[], **ones)
     with progress.training_progress() as bars:
         watch = progress.watch_steps(bars, "run", 1000)
         for step in (500, 600):

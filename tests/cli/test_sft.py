@@ -16,14 +16,8 @@ from difftransformer_lab.cli.main import main
 def model(tmp_path):
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
-    config = DiffTransformerConfig(
-        vocab_size=258,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.end_of_text,
-    )
+    sizes = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = DiffTransformerConfig(**sizes, max_position_embeddings=256, eos_token_id=tokenizer.end_of_text)
     DiffTransformerForCausalLM(config).save_pretrained(tmp_path / "model")
     tokenizer.save(tmp_path / "model")
     return tmp_path / "model"
@@ -32,15 +26,10 @@ def model(tmp_path):
 def command(path, out, steps, **fields):
     words = ["train", "sft", "--out", str(out)]
     changes = {
-        "data.source": path,
-        "data.folder": path.parent / "shards",
-        "training.steps": steps,
-        "training.batch_tokens": 1024,
-        "training.context_stages": "[[0, 256]]",
-        "training.validation_windows": 4,
-        "training.optimizer.learning_rate": "0.01",
-        **{key.replace("__", "."): value for key, value in fields.items()},
-    }
+        "data.source": path, "data.folder": path.parent / "shards", "training.steps": steps,
+        "training.batch_tokens": 1024, "training.context_stages": "[[0, 256]]", "training.validation_windows": 4,
+        "training.optimizer.learning_rate": "0.01", **{key.replace("__", "."): value for key, value in fields.items()},
+    }  # fmt: skip
     return [*words, *(word for key, value in changes.items() for word in ("--set", f"{key}={value}"))]
 
 
@@ -68,13 +57,10 @@ def test_a_model_learns_its_answers(model, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "I see."
 
 
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([{"role": "user", "content": "Hello?"}], "chats.jsonl: line 1: messages without an answer"),
-        ([{"role": "poet", "content": "Hello?"}], "line 1: message 1 has the role 'poet'; allowed are"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "words"), [
+    ([{"role": "user", "content": "Hello?"}], "chats.jsonl: line 1: messages without an answer"),
+    ([{"role": "poet", "content": "Hello?"}], "line 1: message 1 has the role 'poet'; allowed are"),
+])  # fmt: skip
 def test_messages_without_an_answer_are_one_line(messages, words, model, tmp_path, capsys):
     path = chats(tmp_path / "chats.jsonl", [messages])
     assert main(command(path, tmp_path / "run", 1, start_from=model, data__tokenizer=model)) == 2

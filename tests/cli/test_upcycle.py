@@ -9,6 +9,8 @@ from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.report import read_evidence, studied
 
+KINDS = "softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex"
+
 
 @pytest.fixture
 def llama(tmp_path):
@@ -38,10 +40,8 @@ def test_one_model(llama, text, tmp_path, capfd):
     model = DiffTransformerForCausalLM.from_pretrained(out)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     added = 2 * (2 * 24 * 24 + 4 * 8)  # in each of two layers 24 rows of Q2 and of K2, and four vectors
-    assert (
-        lines[0]
-        == f"{out}: diff, {parameters:,} parameters, {added:,} of them new ({added / (parameters - added):+.1%})"
-    )
+    new = f"{added:,} of them new ({added / (parameters - added):+.1%})"
+    assert lines[0] == f"{out}: diff, {parameters:,} parameters, {new}"
     assert lines[-1].startswith(f"On 300 tokens of {text}, in fp32: logits differ by at most ")
     assert float(lines[-1].partition(" at most ")[2].split()[0]) < 1e-6
     assert lines[-1].endswith("64 of 64 greedy tokens are the same")
@@ -49,19 +49,13 @@ def test_one_model(llama, text, tmp_path, capfd):
     assert AutoTokenizer.from_pretrained(out).apply_chat_template(messages, tokenize=False) == "hello"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "--to is missing; choose one of softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex"),
-        (
-            ("--to", "diffs"),
-            "--to 'diffs' is unknown; choose one of softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex",
-        ),
-        (("--to", "diff,dex"), "several are made with --train only"),
-        (("--to", "diff", "--head_norm", "gain"), "a headwise norm discards the size of each row"),
-        (("--to", "diff", "--text", "nowhere.txt"), "no such file or folder"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ((), f"--to is missing; choose one of {KINDS}"),
+    (("--to", "diffs"), f"--to 'diffs' is unknown; choose one of {KINDS}"),
+    (("--to", "diff,dex"), "several are made with --train only"),
+    (("--to", "diff", "--head_norm", "gain"), "a headwise norm discards the size of each row"),
+    (("--to", "diff", "--text", "nowhere.txt"), "no such file or folder"),
+])  # fmt: skip
 def test_refusals(words, message, llama, tmp_path, fails):
     assert message in fails("upcycle", llama, tmp_path / "made", *words)
     assert not (tmp_path / "made").exists()
@@ -76,15 +70,8 @@ def test_the_study(llama, text, tmp_path, capfd):
         "training.context_stages": "[[0, 64]]", "training.retrieval": "null", "training.validate_every": 2,
         "training.validation_windows": 2, "evaluation.perplexity.windows": 3, "evaluation.needle": "null",
     }  # fmt: skip
-    words = [
-        "upcycle",
-        str(llama),
-        str(tmp_path / "study"),
-        "--to",
-        "diff_v2,dex,softmax+diff_v2",
-        "--train",
-        "recipes/upcycle.yaml",
-    ]
+    words = ["upcycle", str(llama), str(tmp_path / "study"), "--to", "diff_v2,dex,softmax+diff_v2"]
+    words += ["--train", "recipes/upcycle.yaml"]
     words += [word for key, value in shorter.items() for word in ("--set", f"{key}={value}")]
     assert main(words) == 0
     printed = capfd.readouterr().out
@@ -96,10 +83,9 @@ def test_the_study(llama, text, tmp_path, capfd):
     assert min(parameters["diff_v2"], parameters["dex"]) > parameters["softmax"]
     assert abs(parameters["diff_v2"] - parameters["softmax+diff_v2"]) <= 1.5 * 24 * 2
     assert index.upcycling.drift.keys() == set(names)
-    assert all(
-        drift.largest_logit_difference < 1e-5 and drift.greedy_same_tokens == 64
-        for drift in index.upcycling.drift.values()
-    )
+    for drift in index.upcycling.drift.values():
+        assert drift.largest_logit_difference < 1e-5
+        assert drift.greedy_same_tokens == 64
     runs = {arm: evidence.at(arm, ())[0] for arm in names}
     first = [run.curves["train_loss_nats"].values[0] for run in runs.values()]
     assert first == pytest.approx([first[0]] * 4, abs=2e-3)  # the same batch, the same function, in bf16
@@ -122,9 +108,8 @@ def test_the_study(llama, text, tmp_path, capfd):
     assert (tmp_path / "study" / "figures" / "losses.svg").read_text().startswith("<?xml")
     page = (tmp_path / "study" / "index.html").read_text()
     assert "unconverted, MLP wider by what DIFF V2 adds" in page
-    before = {
-        path: path.stat().st_mtime_ns for path in (tmp_path / "study" / "runs").rglob("*.[sj]*") if path.is_file()
-    }
+    files = [path for path in (tmp_path / "study" / "runs").rglob("*.[sj]*") if path.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in files}
     assert before
     assert main(words) == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before

@@ -17,42 +17,23 @@ from tests.support.missing import without
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL
-)
+BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<code>.*?)^ *```", re.M | re.S)
 # Documents that are run as a whole, in order. A word after the language says more of a block: `tools` needs the extras eval,
 # quant and tools, and is run by `make test-all`; `after` reads what a command before it wrote; `shown` is only parsed.
 RUN_IN_ORDER = [
-    *(
-        ROOT / "docs" / f"{name}.md"
-        for name in (
-            *(
-                "accelerate",
-                "choose",
-                "conversion",
-                "evaluation",
-                "evaluation-tasks",
-                "huggingface",
-                "huggingface-tools",
-            ),
-            *("upcycling", "variants"),
-        )
-    ),
-    *(path for path in sorted((ROOT / "docs" / "guides").glob("*.md")) if path.stem != "report"),  # it has no blocks
-]
+    ROOT / "docs" / f"{name}.md"
+    for name in (
+        "accelerate", "choose", "conversion", "evaluation", "evaluation-tasks", "huggingface", "huggingface-tools",
+        "upcycling", "variants",
+    )
+]  # fmt: skip
+# The guide to reports has no blocks.
+RUN_IN_ORDER += [path for path in sorted((ROOT / "docs" / "guides").glob("*.md")) if path.stem != "report"]
 TOO_LONG = ("bench", "compare variants")
 SHELLS = ("bash", "console", "sh", "shell")
 OTHER_DEPENDENCIES = (
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "scipy",
-    "yaml",
-    "jsonargparse",
-    "rich",
-    "matplotlib",
-    "jinja2",
-)
+    "transformers", "tokenizers", "safetensors", "scipy", "yaml", "jsonargparse", "rich", "matplotlib", "jinja2",
+)  # fmt: skip
 # [text](target), ![picture](target), src="target" and href="target"; code is taken out before.
 LINK = re.compile(r"\]\(([^()\s]+)(?:\s+\"[^\"]*\")?\)|(?:src|href|srcset)=\"([^\"]+)\"")
 
@@ -70,13 +51,9 @@ def all_blocks(path):
         yield text.count("\n", 0, match.start("code")) + 1, match["language"], match["info"].split(), code
 
 
-def blocks(path, *languages, without=()):
+def blocks(path, *languages):
     """(first line, code) of every block of these languages."""
-    return [
-        (line, code)
-        for line, language, info, code in all_blocks(path)
-        if language in languages and not set(without) & set(info)
-    ]
+    return [(line, code) for line, language, _, code in all_blocks(path) if language in languages]
 
 
 def commands(path):
@@ -113,10 +90,6 @@ def headings(path):
     text = BLOCK.sub("", path.read_text(encoding="utf-8"))
     titles = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-def test_there_is_a_readme():
-    assert README.is_file()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
@@ -231,31 +204,23 @@ def test_commands_parse(path, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_every_block_says_its_language(path):
-    fences = re.findall(r"^ *```(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(fences) == 2 * len(list(all_blocks(path)))
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_scripts_and_modules_of_the_repository_exist(path):
+def test_blocks_say_their_language_and_what_is_named_exists(path):
+    """Scripts and modules of the repository, and targets of make."""
     text = path.read_text(encoding="utf-8")
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(list(all_blocks(path)))
     for script in re.findall(r"\bpython ((?:benchmarks|docs|examples|tests)/\S+\.py)", text):
         assert (ROOT / script).is_file(), script
     for module in re.findall(r"-m,? (difftransformer[\w.]*|tests[\w.]+)", text):
         place = ROOT / ("" if module.startswith("tests") else "src") / module.replace(".", "/")
         assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
-
-
-def test_the_readme_shows_commands():
-    assert {"compare", "train"} <= {words[0] for _, words in commands(README)}
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_make_targets_exist(path):
     listed = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     for line, code in blocks(path, *SHELLS):
         for target in re.findall(r"^(?:\$ )?make ([a-z-]+)", code, re.MULTILINE):
             assert target in listed, f"{name(path)}:{line}: make {target}"
+
+
+def test_the_readme_shows_commands():
+    assert {"compare", "train"} <= {words[0] for _, words in commands(README)}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)

@@ -11,7 +11,7 @@ from difftransformer_lab.recipe_files import read_recipe, shipped_recipes
 from difftransformer_lab.report import read_evidence, read_studies
 from difftransformer_lab.report.words import VERDICTS
 from difftransformer_lab.results import figure_of
-from difftransformer_lab.studies.design import Design, load_study
+from difftransformer_lab.studies.design import load_study
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -48,9 +48,8 @@ def test_the_size_of_the_shipped_models(name):
 
 def test_the_minutes_of_the_demo_are_the_same_everywhere():
     pages = ("Makefile", "recipes/demo.yaml", "docs/start.md")
-    assert {page: re.findall(r"about (\d+) minutes on two idle cores", text_of(page)) for page in pages} == {
-        page: ["16"] for page in pages
-    }
+    for page in pages:
+        assert re.findall(r"about (\d+) minutes on two idle cores", text_of(page)) == ["16"], page
     assert "about two minutes on two idle cores" in text_of("src/difftransformer_lab/cli/demo.py")
     assert re.findall(r"difftransformer demo *# (two minutes)", text_of("docs/start.md"))
     assert "read the page: two minutes" in text_of("docs/index.md")
@@ -138,43 +137,24 @@ def test_the_share_of_retrieved_needles(studies):
 
 def test_the_list_of_studies_and_their_sizes():
     text = (DOCS / "studies.md").read_text("utf-8")
-    studies, sizes = (
-        re.findall(
-            r"`([\w-]+)`",
-            "\n".join(row.split(" | ")[0] for row in text.partition(head)[2].partition("\n\n")[0].split("\n")),
-        )
-        for head in ("| study | question |", "| preset | for | studies |")
-    )
+
+    def listed(head):
+        rows = text.partition(head)[2].partition("\n\n")[0].split("\n")
+        return re.findall(r"`([\w-]+)`", "\n".join(row.split(" | ")[0] for row in rows))
+
+    studies, sizes = map(listed, ("| study | question |", "| preset | for | studies |"))
     assert set(studies) == {*shipped_recipes("studies")}
     assert set(sizes) == {size for name in studies for size in load_study(name).presets}
 
 
-def test_the_runs_that_a_plan_takes():
-    rows = re.findall(
-        r"^\| `(\w+)`(?:, `([\w-]+)`)? \| (?:`([\w-]+)`|none) \| (\d+), (\d+) \|",
-        (DOCS / "studies.md").read_text("utf-8"),
-        re.M,
-    )
-    assert len(rows) == 7
-    for study, size, plan, runs, tuning in rows:
-        design = Design(load_study(study), size or "laptop")
-        assert (design.preset.plan or "") == plan
-        assert len(design.tuning) == int(tuning)
-        assert len(design.tuning) + len(design.reported()) == int(runs)
-
-
 def test_the_guide_to_reports_has_every_verdict_and_heading():
     page = text_of("docs/guides/report.md")
-    report = " ".join(
-        path.read_text("utf-8")
-        for path in sorted((ROOT / "src" / "difftransformer_lab" / "report").rglob("*"))
-        if path.suffix in (".py", ".j2")
-    )
+    files = sorted((ROOT / "src" / "difftransformer_lab" / "report").rglob("*"))
+    report = " ".join(path.read_text("utf-8") for path in files if path.suffix in (".py", ".j2"))
     for verdict in VERDICTS:
         assert re.search(rf"\b{verdict.partition(' on these')[0]}\b", page), verdict
     assert "on these items" in page
-    for heading in re.findall(
-        r'^- \*\*([A-Z][^*\[]+)\*\*|"([A-Z][^"]+)"', (DOCS / "guides" / "report.md").read_text(), re.M
-    ):
+    guide = (DOCS / "guides" / "report.md").read_text("utf-8")
+    for heading in re.findall(r'^- \*\*([A-Z][^*\[]+)\*\*|"([A-Z][^"]+)"', guide, re.M):
         words = "".join(heading).removesuffix(" the reference")
         assert words.lower() in report.lower(), words

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
 
@@ -60,9 +61,8 @@ def test_sentences_are_short(path):
 
 
 def test_a_long_sentence_is_found():
-    assert (
-        max(len(part.split()) for part in sentences("# Title\n\nOne. " + "word " * 31 + "end.\n\n| " + "a " * 50)) == 32
-    )
+    text = "# Title\n\nOne. " + "word " * 31 + "end.\n\n| " + "a " * 50
+    assert max(len(part.split()) for part in sentences(text)) == 32
 
 
 def glossary_terms():
@@ -101,14 +101,10 @@ def test_an_unlinked_term_is_found(tmp_path):
     assert list(unlinked_terms(page)) == ["twin"]
 
 
-def linked_terms(path):
-    return re.findall(r"\[([^\]]+)\]\([./]*glossary\.md#[\w-]+\)", path.read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize("path", PLAIN[1:], ids=name)
 def test_links_to_the_glossary_name_its_terms(path):
     text = (DOCS / "glossary.md").read_text(encoding="utf-8").lower()
-    for term in linked_terms(path):
+    for term in re.findall(r"\[([^\]]+)\]\([./]*glossary\.md#[\w-]+\)", path.read_text(encoding="utf-8")):
         assert re.sub(r"('s|s)$", "", term.lower()) in text, term
 
 
@@ -159,9 +155,8 @@ def test_the_figure_of_lambda_shows_its_result(script):
     result = read_result(DOCS / "results" / "lambda.json", TaskResult)
     (ax,) = script.draw_lambda(result).axes
     schedule, trained = ax.lines[:2]
-    assert list(schedule.get_ydata()) == [
-        pytest.approx(0.8 - 0.6 * 2.718281828459045 ** (-0.3 * layer)) for layer in range(8)
-    ]
+    start = [0.8 - 0.6 * math.exp(-0.3 * layer) for layer in range(8)]
+    assert list(schedule.get_ydata()) == pytest.approx(start)
     (grid,) = [grid for grid in result.grids if grid.name == "lambda"]
     assert [row[0] for row in grid.values] == list(trained.get_ydata())
     assert "in its first layer it is negative" in (DOCS / "how-it-works.md").read_text(encoding="utf-8")
@@ -183,17 +178,13 @@ def test_notebooks_open_in_colab_where_the_repository_is_public(tmp_path):
     build, name = load(DOCS / "build.py"), "maps.ipynb"
     (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://github.com/a/b/"')
     path = rf"github/a/b/blob/(main|v{re.escape(difftransformer.__version__)})/docs/notebooks/{name}"
-    assert re.fullmatch(
-        rf"\s*\[Open in Colab\]\(https://colab\.research\.google\.com/{path}\)", build.colab_link(name, tmp_path)
-    )
+    link = rf"\s*\[Open in Colab\]\(https://colab\.research\.google\.com/{path}\)"
+    assert re.fullmatch(link, build.colab_link(name, tmp_path))
     (tmp_path / "pyproject.toml").write_text("[project]")
     assert build.colab_link(name, tmp_path) == ""
+    assert [path.stem for path in NOTEBOOKS] == ["maps", "twin", "upcycle"]
     for path in NOTEBOOKS:  # they install the package by its name
         assert '"difftransformer[lab]"' in "".join(json.loads(path.read_text("utf-8"))["cells"][1]["source"])
-
-
-def test_there_are_three_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == ["maps", "twin", "upcycle"]
 
 
 def test_the_citation_has_the_version_and_the_licence():

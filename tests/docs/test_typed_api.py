@@ -35,13 +35,9 @@ DifferentialEncoderLayer(64, 8, head_count=8, norm_first="yes")
 """
 
 EXPECTED = [
-    "torch._tensor.Tensor",
-    "tuple[torch._tensor.Tensor, torch._tensor.Tensor]",
-    "torch._tensor.Tensor | None",
-    "difftransformer.model.config.DiffTransformerConfig",
-    "int",
-    "bool",
-]
+    "torch._tensor.Tensor", "tuple[torch._tensor.Tensor, torch._tensor.Tensor]", "torch._tensor.Tensor | None",
+    "difftransformer.model.config.DiffTransformerConfig", "int", "bool",
+]  # fmt: skip
 
 
 PYRIGHT = shutil.which("basedpyright", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -57,20 +53,13 @@ def program(tmp_path):
 @pytest.mark.slow
 def test_a_users_program_is_checked_by_mypy(program):
     words = ["--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", str(program.parent / "cache")]
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *words, program.name],
-        cwd=program.parent,
-        env=os.environ | {"MYPYPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    shown = [
-        line.partition("Revealed type is ")[2].strip('"') for line in done.stdout.splitlines() if "Revealed" in line
-    ]
-    assert shown == EXPECTED, done.stdout
-    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert len(errors) == 2, done.stdout
+    command = [sys.executable, "-m", "mypy", *words, program.name]
+    where = {"cwd": program.parent, "env": os.environ | {"MYPYPATH": str(ROOT / "src")}}
+    lines = subprocess.run(command, **where, capture_output=True, text=True, check=False).stdout.splitlines()
+    shown = [line.partition("Revealed type is ")[2].strip('"') for line in lines if "Revealed" in line]
+    assert shown == EXPECTED, lines
+    errors = [line for line in lines if ": error:" in line]
+    assert len(errors) == 2, lines
     assert 'Argument 4 to "differential_attention"' in errors[0]
     assert '"norm_first"' in errors[1]
 

@@ -15,9 +15,10 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize(
-    "kind", [name for name, of in VARIANTS.items() if of.__module__.startswith("difftransformer.")]
-)
+KINDS = [name for name, of in VARIANTS.items() if of.__module__.startswith("difftransformer.")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_table_of_equal_parameters(kind):
     cells = []
     for fields in SIZES:

@@ -16,10 +16,8 @@ OPTIONS = Options(text="validation", length=160, needles=3, depths=[0.0, 0.5, 1.
 
 
 def drawn(shards, options=OPTIONS):
-    return AllocationTask(
-        options,
-        TaskContext(tokenizer=shards.tokenizer, context_tokens=64, validation=lambda: shards.tokens("validation")),
-    )
+    where = TaskContext(tokenizer=shards.tokenizer, context_tokens=64, validation=lambda: shards.tokens("validation"))
+    return AllocationTask(options, where)
 
 
 def answer_span(tokenizer, prompt, cities=CITIES_SEEN):
@@ -70,10 +68,9 @@ def test_a_share_is_a_mean_over_documents_with_its_error(toy_shards):
 
     def shares(documents):
         options = replace(OPTIONS, needles=2, depths=[0.5], documents=documents, paired=False)
+        rows = run_task(Drawn(), drawn(toy_shards, options)).measurements
         return {
-            row.at["segment"]: row
-            for row in run_task(Drawn(), drawn(toy_shards, options)).measurements
-            if row.name == "attention share" and row.at["form"] == "signed"
+            row.at["segment"]: row for row in rows if (row.name, row.at.get("form")) == ("attention share", "signed")
         }
 
     six, one = shares(6), shares(1)

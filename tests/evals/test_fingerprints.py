@@ -18,8 +18,7 @@ from tests.evals.test_engine import numbers
 
 # Version 1, written out: what a request asks as JSON without spaces, one line each.
 ASKED = [
-    (Loss((1, 2)), '["loss",[1,2],1]'),
-    (Continuation((1, 2), 3, (0,), (4,)), '["continuation",[1,2],3,[0],[4]]'),
+    (Loss((1, 2)), '["loss",[1,2],1]'), (Continuation((1, 2), 3, (0,), (4,)), '["continuation",[1,2],3,[0],[4]]'),
     (ScoredContinuation((1, 2), 3, (0,), (4,), (5, 6)), '["scored continuation",[1,2],3,[0],[4],[5,6]]'),
     (Choice((1,), ((2,), (3, 4))), '["choice",[1],[[2],[3,4]]]'),
     (LastRow((1, 2, 3), (0, 1, 3)), '["last row",[1,2,3],[0,1,3]]'),
@@ -27,7 +26,7 @@ ASKED = [
     (Magnitudes(((1, 2), (3,)), 5), '["magnitudes",[[1,2],[3]],5]'),
     (Quantized(Loss((1, 2)), 8, "row", "int8"), '["quantized",["loss",[1,2],1],8,"row","int8","none"]'),
     (Harness("piqa", 5, None, "folder", 4, 7, "1.0", "ab"), '["lm-eval","1.0","ab","piqa",5,null,7]'),
-]
+]  # fmt: skip
 
 
 def test_version_1_is_pinned():
@@ -52,19 +51,16 @@ def test_names_in_the_code_do_not_matter():
         assert requests_sha256([Renamed(*fields)]) == requests_sha256([Continuation(*fields)])
 
 
-@pytest.mark.parametrize(
-    ("request_", "changes"),
-    [
-        (Loss((1, 2)), {"ids": (1, 3), "first": 0}),
-        (Continuation((1, 2), 3, (0,), (4,)), {"prompt": (1,), "tokens": 2, "stop": (5,), "leading": ()}),
-        (ScoredContinuation((1, 2), 3, right=(7,)), {"prompt": (1,), "tokens": 2, "right": (8,)}),
-        (Choice((1,), ((2,), (3,))), {"prompt": (2,), "options": ((2,), (4,))}),
-        (
-            Harness("piqa", 5, None, None, 4, 7),
-            {"name": "arc", "shots": 0, "limit": 2, "seed": 1, "release": "2", "files": "c"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("request_", "changes"), [
+    (Loss((1, 2)), {"ids": (1, 3), "first": 0}),
+    (Continuation((1, 2), 3, (0,), (4,)), {"prompt": (1,), "tokens": 2, "stop": (5,), "leading": ()}),
+    (ScoredContinuation((1, 2), 3, right=(7,)), {"prompt": (1,), "tokens": 2, "right": (8,)}),
+    (Choice((1,), ((2,), (3,))), {"prompt": (2,), "options": ((2,), (4,))}),
+    (
+        Harness("piqa", 5, None, None, 4, 7),
+        {"name": "arc", "shots": 0, "limit": 2, "seed": 1, "release": "2", "files": "c"},
+    ),
+])  # fmt: skip
 def test_all_that_is_asked_matters(request_, changes):
     found = {requests_sha256([dataclasses.replace(request_, **{name: value})]) for name, value in changes.items()}
     assert len(found | {requests_sha256([request_])}) == len(changes) + 1
@@ -89,13 +85,9 @@ def test_what_answers_are_scored_by_matters(task, tmp_path):
             made = drawn(task, sets=[write_lines(tmp_path / "m.jsonl", {"question": "?", "answer": right})])
         elif task in ("icl", "order"):
             train = [{"text": text, "label": label} for text in "abc" for label in "34"]
-            made = drawn(
-                task,
-                train_file=write_lines(tmp_path / "train.jsonl", *train),
-                test_file=write_lines(tmp_path / "test.jsonl", {"text": "x", "label": right}),
-                items=1,
-                **({"shots": [1]} if task == "icl" else {"shots": 1, "orders": 2}),
-            )
+            files = {"train_file": write_lines(tmp_path / "train.jsonl", *train)}
+            files["test_file"] = write_lines(tmp_path / "test.jsonl", {"text": "x", "label": right})
+            made = drawn(task, **files, items=1, **({"shots": [1]} if task == "icl" else {"shots": 1, "orders": 2}))
         elif task == "hallucination":
             rows = [{"document": "A document of a few words.", "reference": right}]
             made = drawn(task, file=write_lines(tmp_path / "h.jsonl", *rows), judgments=str(tmp_path / "j.jsonl"))

@@ -8,7 +8,7 @@ from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.progress import shown_by
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import run_task
-from difftransformer_lab.evals.sets.grounded import GROUNDED_SETS
+from difftransformer_lab.evals.sets.grounded import GROUNDED_SETS, GroundedItem
 from difftransformer_lab.evals.tasks import hallucination, quantized, task_kind
 from difftransformer_lab.evals.tasks.hallucination import HallucinationTask, Options
 from tests.support.answering import Writer, tiny_model
@@ -111,15 +111,12 @@ def test_a_long_document_loses_its_middle_for_the_model_alone(options, tmp_path)
     assert any(choice.startswith("1 of 1 documents do not fit") for choice in task.choices)
     row = json.loads((tmp_path / "judgments.jsonl").read_text())
     assert len(row["document_begins"]) == 400  # of the whole one
-    with pytest.raises(
-        DataError, match=r"long/1: the prompt without its document takes \d+ tokens .* --max-new-tokens"
-    ):
+    words = r"long/1: the prompt without its document takes \d+ tokens .* --max-new-tokens"
+    with pytest.raises(DataError, match=words):
         HallucinationTask(options(file=str(path), max_new_tokens=90), model)
 
 
 def test_public_sets_and_their_caps(options, monkeypatch):
-    from difftransformer_lab.evals.sets.grounded import GroundedItem
-
     asked = []
 
     def read(name, items, seed):
@@ -136,15 +133,12 @@ def test_public_sets_and_their_caps(options, monkeypatch):
     assert len(HallucinationTask(options(sets=["xsum"]), Writer(str)).requests) == 17  # a set and the file
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"judge": "gpt"}, "judge='gpt': choose overlap, nli:FOLDER or openai:MODEL"),
-        ({"judge": "openai:"}, "judge='openai:'"),
-        ({"judge": "openai:m", "key_variable": "NO_SUCH_VARIABLE"}, "key_variable=NO_SUCH_VARIABLE"),
-        ({"sets": ["xsums"]}, "set 'xsums'"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"judge": "gpt"}, "judge='gpt': choose overlap, nli:FOLDER or openai:MODEL"),
+    ({"judge": "openai:"}, "judge='openai:'"),
+    ({"judge": "openai:m", "key_variable": "NO_SUCH_VARIABLE"}, "key_variable=NO_SUCH_VARIABLE"),
+    ({"sets": ["xsums"]}, "set 'xsums'"),
+])  # fmt: skip
 def test_impossible_options(options, fields, words):
     with pytest.raises(ConfigError, match=words):
         HallucinationTask(options(**fields), Writer(str))
@@ -155,29 +149,16 @@ def test_the_command(file, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     out = tmp_path / "out"
     with judge_server(lambda text: reply("Fine.\nVERDICT: True")) as (server, address):
-        words = [
-            "eval",
-            "hallucination",
-            tiny_model(tmp_path / "model"),
-            "--out",
-            str(out),
-            "--file",
-            file,
-            "--kind",
-            "qa",
-            "--items",
-            "3",
-        ]
+        words = ["eval", "hallucination", tiny_model(tmp_path / "model"), "--out", str(out), "--file", file]
+        words += ["--kind", "qa", "--items", "3", "--endpoint", address, "--retries", "0"]
         words += ["--judgments", str(out / "judgments.jsonl"), "--max-new-tokens", "3", "--judge", "openai:tiny"]
-        words += ["--endpoint", address, "--retries", "0"]
         server.script = ["drop", reply("VERDICT: True"), (401, {}, f'{{"error": {{"message": "{KEY}"}}}}')]
         assert main(words) == 2
         assert "refuses with status 401;" in " ".join(capfd.readouterr().err.split())
         assert main(words) == 0
     assert len(server.candidates) == 5
-    assert [json.loads(line)["verdict"] for line in (out / "judgments.jsonl").read_text().splitlines()] == [
-        "faithful"
-    ] * 3
+    lines = (out / "judgments.jsonl").read_text().splitlines()
+    assert [json.loads(line)["verdict"] for line in lines] == ["faithful"] * 3
     result = json.loads((out / "hallucination.json").read_text())["result"]
     assert result["measurements"][0]["value"] == 1.0
     assert (out / "hallucination.png").stat().st_size > 5000

@@ -25,7 +25,6 @@ LABELS = ("new", "new york", "new york city", "rome")
 @pytest.fixture
 def files(tmp_path):
     """40 texts a label to show, but 3 of one of them; 60 a label to ask about. A text tells its label."""
-
     shown = dict.fromkeys(LABELS, 40) | {"rome": 3}
     return {
         "train_file": write_labelled(tmp_path / "train.jsonl", shown),
@@ -100,9 +99,8 @@ def test_tokens_are_those_of_the_whole_text(files):
         text = tokenizer.decode(request.prompt[1:])
         for label, option in zip(task.labels, request.options, strict=True):
             assert list(request.prompt[1:] + option) == tokenizer.encode(f"{text} {label}\n")
-            assert text.count(f" {label}\n") == sum(
-                request.prompt[place : place + len(option)] == option for place in range(len(request.prompt))
-            )
+            parts = [request.prompt[place : place + len(option)] for place in range(len(request.prompt))]
+            assert text.count(f" {label}\n") == parts.count(option)
 
 
 def wanting(monkeypatch, tokenizer, label):
@@ -151,9 +149,8 @@ def test_labels_that_a_tokenizer_cannot_tell_apart():
     lower = word_tokenizer(words, normalizer=normalizers.Lowercase())
     with pytest.raises(DataError, match=r"the labels 'May' and 'may' have the same tokens \[6\]; rename one"):
         PromptForm(lower, ["june", "May", "may"], ("Text", "Label"))
-    with pytest.raises(
-        DataError, match=r"the label 'may', its line end included, is a prefix of the label 'may june' and could"
-    ):
+    prefix = "the label 'may', its line end included, is a prefix of the label 'may june' and could"
+    with pytest.raises(DataError, match=prefix):
         PromptForm(lower, ["may june", "june", "may"], ("Text", "Label"))
 
 
@@ -180,10 +177,10 @@ def test_what_fits_into_the_context(files):
     assert [request.prompt for request in task(context_tokens).requests[-8:]] == [request.prompt for request in whole]
     assert [at["shots"] for at in task(context_tokens - 1).sizes] == [1, 2, 4, 6]
     assert [at["shots"] for at in task(10**6).sizes] == [1, 2, 4, 8, 16, 32, 40]  # all there are
-    with pytest.raises(
-        EvaluationError,
-        match=rf"shots=8: .* context of {context_tokens} tokens; at most 24 demonstrations do, 7 of each class; ask for fewer",
-    ):
+    most = (
+        rf"shots=8: .* context of {context_tokens} tokens; at most 24 demonstrations do, 7 of each class; ask for fewer"
+    )
+    with pytest.raises(EvaluationError, match=most):
         task(context_tokens, shots=[1, 8])
     with pytest.raises(EvaluationError, match=r"demonstrations=25: .*at most 24 demonstrations do"):
         task(context_tokens, demonstrations=[25, 3])
@@ -194,14 +191,11 @@ def test_what_fits_into_the_context(files):
         task(30, demonstrations=[0])
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"shots": [41]}, EvaluationError, "shots=41: the largest class has 40 training examples"),
-        ({"demonstrations": [124]}, EvaluationError, "demonstrations=124: there are 123 training examples"),
-        ({"items": 241}, DataError, "items=241: train.jsonl, test.jsonl has 240 test examples"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "words"), [
+    ({"shots": [41]}, EvaluationError, "shots=41: the largest class has 40 training examples"),
+    ({"demonstrations": [124]}, EvaluationError, "demonstrations=124: there are 123 training examples"),
+    ({"items": 241}, DataError, "items=241: train.jsonl, test.jsonl has 240 test examples"),
+])  # fmt: skip
 def test_what_the_data_do_not_have_is_refused(options, error, words, files):
     with pytest.raises(error, match=words):
         ShotsTask(Options(**files | options), Reader(truth, LABELS))

@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from difftransformer.errors import CheckpointError, ConfigError, EvaluationError
@@ -52,12 +53,9 @@ def test_verdicts_and_reasons_are_kept_for_a_person(server, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "deep" / "judgments.jsonl").read_text().splitlines()]
     assert [row["verdict"] for row in rows] == ["hallucinated", "faithful"] * 3
     assert rows[1] == rows[1] | {
-        "set": "s",
-        "answer": "true 1",
-        "reasoning": "Judged true 1.",
-        "document_begins": "The cat sat.",
+        "set": "s", "answer": "true 1", "reasoning": "Judged true 1.", "document_begins": "The cat sat.",
         "judge": "openai:tiny",
-    }
+    }  # fmt: skip
     body = stub.bodies[0]
     assert (body["model"], body["temperature"]) == ("tiny", 0)
     assert "VERDICT: True" in body["messages"][0]["content"]
@@ -80,17 +78,12 @@ def test_a_failed_request_is_tried_again(server, failure):
 
 
 REPLIES = {
-    "not JSON": (200, {}, "<html>"),
-    "no object": (200, {}, "[]"),
-    "no message": (200, {}, '{"choices": []}'),
-    "no text": reply(None),
-    "no verdict": reply("It is fine."),
-    "verdict not last": reply("VERDICT: True\nor is it?"),
-    "two verdicts": reply("VERDICT: True or VERDICT: False"),
-    "cut short": (200, {"X-Cut": "1"}, "{"),
+    "not JSON": (200, {}, "<html>"), "no object": (200, {}, "[]"), "no message": (200, {}, '{"choices": []}'),
+    "no text": reply(None), "no verdict": reply("It is fine."), "verdict not last": reply("VERDICT: True\nor is it?"),
+    "two verdicts": reply("VERDICT: True or VERDICT: False"), "cut short": (200, {"X-Cut": "1"}, "{"),
     "another error": (503, {}, "{}"),
     "too long a document": (413, {}, '{"error": {"code": "context_length_exceeded", "message": "x"}}'),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REPLIES)
@@ -164,11 +157,8 @@ def test_tokens_are_limited(server, tmp_path):
     assert len(stub.candidates) == 2
     # A request that got no answer counts as foreseen: it may have been worked on.
     stub.script = ["hang"] * 4
-    one = judge(address, max_tokens=2 * foreseen + 500)
-    assert (
-        verdicts(judge_all(one, [case("true new"), case("newer"), case("newest")], tmp_path / "k.jsonl")[0])
-        == [None] * 3
-    )
+    one, cases = judge(address, max_tokens=2 * foreseen + 500), [case("true new"), case("newer"), case("newest")]
+    assert verdicts(judge_all(one, cases, tmp_path / "k.jsonl")[0]) == [None] * 3
     assert one.requests == 2
 
 
@@ -252,23 +242,17 @@ def test_a_file_of_something_else_is_refused(row, tmp_path):
         judge_all(OverlapJudge(0.5), CASES, tmp_path / "j.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("answer", "faithful", "words"),
-    [
-        ("The cat sat.", True, "100% of 2 content words are given."),
-        ("A cat sat on a mat", False, "67% of 3 content words are given; not in it: mat."),
-        ("It was.", False, "no content words"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "faithful", "words"), [
+    ("The cat sat.", True, "100% of 2 content words are given."),
+    ("A cat sat on a mat", False, "67% of 3 content words are given; not in it: mat."),
+    ("It was.", False, "no content words"),
+])  # fmt: skip
 def test_overlap(answer, faithful, words):
     found = OverlapJudge(0.8).judge(case(answer))
     assert found.faithful is faithful
     assert words in found.reasoning
     assert OverlapJudge(0.5).judge(case("A cat sat on a mat")).faithful
     assert OverlapJudge(1.0).judge(case("1,500 dogs", document="Of 1,500 DOGS.")).faithful
-
-
-def test_overlap_threshold():
     with pytest.raises(ConfigError, match="overlap_threshold=0"):
         OverlapJudge(0)
 
@@ -278,15 +262,7 @@ def nli(tmp_path):
     """Save a classifier with a tokenizer of whole words."""
 
     def save(labels=("contradiction", "Entailment", "neutral")):
-        from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-        words = [
-            "[PAD]",
-            "[UNK]",
-            "[CLS]",
-            "[SEP]",
-            *["the", "cat", "sat", "dog", "ran", "on", "mat", ",", ".", "a", "b", "c"],
-        ]
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "dog", "ran", "on", "mat", ",", ".", *"abc"]
         backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))

@@ -8,13 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from difftransformer.errors import DataError
-from difftransformer_lab.evals.sets.labelled import (
-    LABELLED_SETS,
-    Example,
-    LabelledSet,
-    read_labelled,
-    read_labelled_files,
-)
+from difftransformer_lab.evals.sets import labelled
+from difftransformer_lab.evals.sets.labelled import Example, LabelledSet, read_labelled, read_labelled_files
 
 
 @pytest.fixture
@@ -28,24 +23,20 @@ def folder(tmp_path):
     banking = 'text,category\n"Is it, or\n is it not?",card_arrival\nRefund?,Refund_not_showing_up\n'
     (tmp_path / "banking77/train.csv").write_text(banking)
     (tmp_path / "banking77/test.csv").write_text("text,category\nWhere?,card_arrival\n")
-    clinc = {
-        "train": [["say hi", "greeting"], ["tip", "tell_joke"]],
-        "test": [["hey", "greeting"]],
-        "oos_test": [["?", "oos"]],
-    }
+    clinc = {"train": [["say hi", "greeting"], ["tip", "tell_joke"]], "test": [["hey", "greeting"]]}
+    clinc["oos_test"] = [["?", "oos"]]
     (tmp_path / "clinc150/data_full.json").write_text(json.dumps(clinc))
     return tmp_path
 
 
 def test_public_sets_in_a_folder(folder):
-    sets = {name: read_labelled(name, str(folder)) for name in LABELLED_SETS}
+    sets = {name: read_labelled(name, str(folder)) for name in labelled.LABELLED_SETS}
     assert sets["trec"].labels == ("description", "entity", "numeric")
     assert sets["trec-fine"].labels == ("description manner", "entity creation", "numeric order")
     assert sets["trec-fine"].train[2] == Example("What film is in Orl\xe9ans ?", "entity creation")
-    assert sets["banking77"].train == (
-        Example("Is it, or is it not?", "card arrival"),
-        Example("Refund?", "Refund not showing up"),
-    )
+    first, second = sets["banking77"].train
+    assert first == Example("Is it, or is it not?", "card arrival")
+    assert second == Example("Refund?", "Refund not showing up")
     assert sets["clinc150"].labels == ("greeting", "tell joke")
     assert [len(found.test) for found in sets.values()] == [1, 1, 1, 1]
 
@@ -86,9 +77,8 @@ def test_public_sets_by_name(folder, monkeypatch):
     assert asked[-1] == ("plus", None)
 
     published["CogComp/trec"] = ({"train": [("A?", 0)], "test": [("A?", 0)]}, {"other": ["x"]})
-    with pytest.raises(
-        DataError, match=r"trec: CogComp/trec has another form than expected \('coarse_label'\), or name"
-    ):
+    form = r"trec: CogComp/trec has another form than expected \('coarse_label'\), or name"
+    with pytest.raises(DataError, match=form):
         read_labelled("trec")
 
     def refuse(path, config, **options):
@@ -96,30 +86,23 @@ def test_public_sets_by_name(folder, monkeypatch):
         raise OSError("no network\nmore")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=refuse))
-    with pytest.raises(
-        DataError, match=r"trec: datasets cannot load CogComp/trec \(no network\); check .* network, or name a f"
-    ):
+    refused = r"trec: datasets cannot load CogComp/trec \(no network\); check .* network, or name a f"
+    with pytest.raises(DataError, match=refused):
         read_labelled("trec")
     assert logging.getLogger("huggingface_hub").isEnabledFor(logging.WARNING)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        DataError, match=r"clinc150: the package datasets is not installed.*or put clinc150/data_full.json"
-    ):
+    missing = r"clinc150: the package datasets is not installed.*or put clinc150/data_full.json"
+    with pytest.raises(DataError, match=missing):
         read_labelled("clinc150", str(folder))
     with pytest.raises(DataError, match=r"nowhere: no such folder; name one that holds trec/train_5500.label"):
         read_labelled("trec", "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "content"),
-    [
-        ("trec", "trec/train_5500.label", b"DESC:manner\n"),
-        ("trec", "trec/train_5500.label", b"WHAT:manner How ?\n"),
-        ("banking77", "banking77/test.csv", b"text,label\nx,y\n"),
-        ("clinc150", "clinc150/data_full.json", b"[]"),
-        ("clinc150", "clinc150/data_full.json", b"{"),
-    ],
-)
+@pytest.mark.parametrize(("name", "file", "content"), [
+    ("trec", "trec/train_5500.label", b"DESC:manner\n"), ("trec", "trec/train_5500.label", b"WHAT:manner How ?\n"),
+    ("banking77", "banking77/test.csv", b"text,label\nx,y\n"), ("clinc150", "clinc150/data_full.json", b"[]"),
+    ("clinc150", "clinc150/data_full.json", b"{"),
+])  # fmt: skip
 def test_a_damaged_public_file_is_named(name, file, content, folder):
     (folder / file).write_bytes(content)
     with pytest.raises(DataError, match=rf"{file}: not the published file .*fetch the set again"):
@@ -154,19 +137,15 @@ def test_one_file_is_split_by_its_texts(tmp_path):
     assert test <= split([{"text": "new", "label": "0"}, *rows], 0)[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.csv", b"text,kind\nx,y\n", r'line 2 has no text in "label" \(met kind, text\)'),
-        ("a.csv", b"text,label\n,y\n", r'line 2 has no text in "text"'),
-        ("a.csv", b'text,label\nx,"y\nz"\n', r"line 3 ends a label of several lines, 'y\\nz'"),
-        ("a.csv", b"text,label\n", r"no examples; give rows"),
-        ("a.csv", b"text,label\nOrl\xe9ans,y\n", r"not UTF-8 text: byte 0xe9 at offset 14"),
-        ("a.jsonl", b'{"text": "x"}\n', r'line 1 has no text in "label"'),
-        ("a.jsonl", b"", r"the file is empty"),
-        ("a.txt", b"x", r"files ending in '.txt' are not read; give .csv or .jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("a.csv", b"text,kind\nx,y\n", r'line 2 has no text in "label" \(met kind, text\)'),
+    ("a.csv", b"text,label\n,y\n", r'line 2 has no text in "text"'),
+    ("a.csv", b'text,label\nx,"y\nz"\n', r"line 3 ends a label of several lines, 'y\\nz'"),
+    ("a.csv", b"text,label\n", r"no examples; give rows"),
+    ("a.csv", b"text,label\nOrl\xe9ans,y\n", r"not UTF-8 text: byte 0xe9 at offset 14"),
+    ("a.jsonl", b'{"text": "x"}\n', r'line 1 has no text in "label"'), ("a.jsonl", b"", r"the file is empty"),
+    ("a.txt", b"x", r"files ending in '.txt' are not read; give .csv or .jsonl"),
+])  # fmt: skip
 def test_bad_files_are_named(name, content, words, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)

@@ -17,20 +17,13 @@ from difftransformer_lab.evals.probes import LastRow
 from difftransformer_lab.evals.requests import Choice, Continuation, Loss, ScoredContinuation
 from tests.support.answering import answers_to
 
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}  # large, so that every token says something else
+
 
 @pytest.fixture(params=["diff", "softmax"])
 def model(request):
-    config = DiffTransformerConfig(
-        attention_type=request.param,
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        initialization="normal",
-        initializer_range=0.3,  # large, so that every token says something else
-        eos_token_id=5,
-    )
+    config = DiffTransformerConfig(attention_type=request.param, initialization="normal", eos_token_id=5, **SIZES)
     return build_model(config, seed=3).eval()
 
 
@@ -71,14 +64,10 @@ def test_a_stop_ends_a_row_and_is_not_part_of_it(model, prompts):
     """Each row ends where its own stop or its own length says, whatever the others beside it do."""
     whole = ask(model, [Continuation(row, 9) for row in rows_of(prompts)])
     stops = [made[5] for made in whole]
-    requests = [
-        Continuation(row, 9 - place, (stop,) if place % 2 else ())
-        for place, (row, stop) in enumerate(zip(rows_of(prompts), stops, strict=True))
-    ]
-    expected = [
-        made[: min(9 - place, made.index(stop) if place % 2 else 9)]
-        for place, (made, stop) in enumerate(zip(whole, stops, strict=True))
-    ]
+    requests, expected = [], []
+    for place, (row, made, stop) in enumerate(zip(rows_of(prompts), whole, stops, strict=True)):
+        requests.append(Continuation(row, 9 - place, (stop,) if place % 2 else ()))
+        expected.append(made[: min(9 - place, made.index(stop) if place % 2 else 9)])
     assert len({len(row) for row in expected}) > 2
     assert ask(model, requests) == expected
     first = whole[0][0]
@@ -91,9 +80,8 @@ def test_a_leading_token_stops_a_row_only_behind_others(model, prompts, prefix_c
     row = rows_of(prompts)[0]
     (made,) = ask(model, [Continuation(row, 40)])
     leading = tuple(made[:2])
-    end = next(
-        (place for place in range(2, 40) if made[place] in leading and not set(made[:place]) <= set(leading)), 40
-    )
+    ends = [place for place in range(2, 40) if made[place] in leading and not set(made[:place]) <= set(leading)]
+    end = min(ends, default=40)
     requests = [Continuation(row, 40, leading, leading)] * 2
     assert ask(model, requests, prefix_caching=prefix_caching) == [made[:end]] * 2
     assert Continuation(row, 4, (1, 2), (1,)).ends((), 2)
@@ -128,16 +116,8 @@ def test_losses_of_right_continuations_are_those_of_whole_rows(
 def test_losses_of_right_continuations_beside_a_sliding_window(prompts, shares_a_prefix, monkeypatch):
     """A cache that has lost earlier tokens cannot be cut behind the prompt."""
     monkeypatch.setattr(causal, "_STEP_TOKENS", 0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=97,
-        sliding_window=8,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        **sizes,
-    )
+    config = MistralConfig(sliding_window=8, num_key_value_heads=2, intermediate_size=64, **SIZES)
     model = MistralForCausalLM(config).eval()
     if shares_a_prefix:
         prompts[:, :15] = prompts[0, :15]
@@ -188,9 +168,8 @@ def test_last_row_is_the_sum_of_the_maps_last_row(model, prompts, batch_tokens):
 def test_loss_is_the_models(model, prompts, batch_tokens):
     found = ask(model, [Loss(row) for row in rows_of(prompts)], batch_tokens=batch_tokens)
     assert [len(row) for row in found] == [19] * 5
-    assert torch.tensor(found).mean().item() == pytest.approx(
-        model(input_ids=prompts, labels=prompts).loss.item(), rel=1e-5
-    )
+    whole = model(input_ids=prompts, labels=prompts).loss.item()
+    assert torch.tensor(found).mean().item() == pytest.approx(whole, rel=1e-5)
     (tail,) = ask(model, [Loss(rows_of(prompts)[2], first=12)], batch_tokens=batch_tokens)
     assert tail == pytest.approx(found[2][11:], rel=1e-5)
 

@@ -1,6 +1,8 @@
 """Answers taken from texts and compared exactly; an oracle solves everything, a wrong model nothing."""
 
+import itertools
 import json
+import random
 import re
 
 import pytest
@@ -15,24 +17,13 @@ from difftransformer_lab.evals.tasks.math import MathTask, Options
 from tests.support.answering import Writer, tiny_model
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("First \\boxed{1}, then \\boxed{\\frac{a}{b^{2}}}. Also 7.", "\\frac{a}{b^{2}}"),
-        ("so \\boxed 5.", "5"),
-        ("\\boxed{never closed", None),
-        ("The answer is 3.5. Then 9.", "3.5"),
-        ("The answer is 1. No: the answer is $-\\frac{1}{2}$.", "$-\\frac{1}{2}$"),
-        ("ANSWER: (B)", "(B)"),
-        ("5 + 5 = 10\n#### 1,200\nmore", "1,200"),
-        ("It is 10-3, which is 7.", "7"),
-        ("It falls to -4 degrees", "-4"),
-        ("about 40%", "40%"),
-        ("one half, 1/2", "1/2"),
-        ("I do not know.", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    ("First \\boxed{1}, then \\boxed{\\frac{a}{b^{2}}}. Also 7.", "\\frac{a}{b^{2}}"), ("so \\boxed 5.", "5"),
+    ("\\boxed{never closed", None), ("The answer is 3.5. Then 9.", "3.5"),
+    ("The answer is 1. No: the answer is $-\\frac{1}{2}$.", "$-\\frac{1}{2}$"), ("ANSWER: (B)", "(B)"),
+    ("5 + 5 = 10\n#### 1,200\nmore", "1,200"), ("It is 10-3, which is 7.", "7"), ("It falls to -4 degrees", "-4"),
+    ("about 40%", "40%"), ("one half, 1/2", "1/2"), ("I do not know.", None), ("", None),
+])  # fmt: skip
 def test_extraction(text, answer):
     assert extract_answer(text) == answer
 
@@ -40,15 +31,10 @@ def test_extraction(text, answer):
 @pytest.fixture
 def problems(tmp_path):
     path = tmp_path / "sums.jsonl"
-    rows = [
-        {
-            "question": f"What is {a} + {b}?",
-            "answer": f"#### {a + b}" if a > 5 else a + b,
-            "set": "odd" if a % 2 else "even",
-        }
-        for a in range(1, 11)
-        for b in (3, 1000)
-    ]
+    rows = []
+    for a, b in itertools.product(range(1, 11), (3, 1000)):
+        answer = f"#### {a + b}" if a > 5 else a + b
+        rows.append({"question": f"What is {a} + {b}?", "answer": answer, "set": "odd" if a % 2 else "even"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -93,8 +79,6 @@ def test_lengths_and_the_cap(problems):
 
 def test_a_guesser_scores_chance(problems, tmp_path):
     """Answers are 0 to 9; a guess is right one time in ten, within three standard errors of 400 problems."""
-    import random
-
     draw, path = random.Random(0), tmp_path / "digits.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i}?", "answer": i % 10}) + "\n" for i in range(400)))
     model = Writer(lambda prompt: f" {draw.randrange(10)}")
@@ -114,9 +98,8 @@ def test_chat_prompts(problems):
 
 def test_a_prompt_longer_than_the_context(problems):
     model = Writer(solve, context_tokens=1200)
-    with pytest.raises(
-        DataError, match=r"odd/1: the prompt takes \d+ tokens .* 1024, the model's context has 1200; lower"
-    ):
+    words = r"odd/1: the prompt takes \d+ tokens .* 1024, the model's context has 1200; lower"
+    with pytest.raises(DataError, match=words):
         MathTask(Options(sets=[problems]), model)
 
 

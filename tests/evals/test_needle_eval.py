@@ -24,12 +24,8 @@ CHOSEN = Options(text="validation", paired=False, lengths=[96], needles=[[2, 1]]
 
 
 def drawn(shards, options, context_tokens=64):
-    return NeedleTask(
-        options,
-        TaskContext(
-            tokenizer=shards.tokenizer, context_tokens=context_tokens, validation=lambda: shards.tokens("validation")
-        ),
-    )
+    where = {"tokenizer": shards.tokenizer, "context_tokens": context_tokens}
+    return NeedleTask(options, TaskContext(**where, validation=lambda: shards.tokens("validation")))
 
 
 def cells(model, shards, options):
@@ -37,7 +33,11 @@ def cells(model, shards, options):
 
 
 def test_the_oracle_is_right_in_every_cell(oracle, toy_shards):
-    found = cells(oracle, toy_shards, GRID)
+    """And where cities are of several kinds, over all cells of each; it tells no likelihoods, so that there is no loss."""
+    rows = run_task(oracle, drawn(toy_shards, GRID)).measurements
+    assert ANSWER_NLL not in {row.name for row in rows}
+    assert [(row.at, row.n) for row in rows[:2]] == [({"cities": "seen"}, 2 * 3 * 4 * 5), ({"cities": "unseen"}, 120)]
+    found = [row for row in rows if "depth" in row.at]
     assert [row.at for row in found] == [
         {"cities": cities, "needles": needles, "asked": asked, "length_tokens": length, "depth": depth}
         for needles, asked in ((1, 1), (2, 2), (4, 2))
@@ -61,11 +61,6 @@ def test_figures_over_cells_are_those_of_all_their_answers(guesser, toy_shards):
         assert row.value == pytest.approx(sum(cell.value * cell.n for cell in inside) / row.n)
         assert (row.low, row.high) == wilson_interval(round(row.value * row.n), row.n)
         assert row.detail == ("depth" in row.at)
-
-
-def test_several_numbers_of_needles_have_a_figure_over_all(oracle, toy_shards):
-    rows = run_task(oracle, drawn(toy_shards, GRID)).measurements
-    assert [(row.at, row.n) for row in rows[:2]] == [({"cities": "seen"}, 2 * 3 * 4 * 5), ({"cities": "unseen"}, 120)]
 
 
 def test_a_right_city_with_one_wrong_digit_is_wrong(oracle, toy_shards):
@@ -93,36 +88,24 @@ class TellingGuesser(Telling, Guesser):
         return Uniform(self.tokenizer.vocab_size).nll(input_ids, targets)
 
 
-def nll_rows(scores):
-    return [row for row in scores.measurements if row.name == ANSWER_NLL]
-
-
 def test_the_loss_of_the_answer_stands_wherever_the_accuracy_does(toy_shards):
     """None for the oracle, and for equally likely tokens that of their number, in cells, over them and of each document."""
     task = drawn(toy_shards, GRID)
     tokens = {len(request.right) for request in task.requests}
     assert tokens == {1 + GRID.digits}
     chance = (1 + GRID.digits) * math.log(toy_shards.tokenizer.vocab_size)
-    for model, expected in (
-        (TellingOracle(toy_shards.tokenizer), 0),
-        (TellingGuesser(toy_shards.tokenizer, 3), chance),
-    ):
+    knowing, guessing = TellingOracle(toy_shards.tokenizer), TellingGuesser(toy_shards.tokenizer, 3)
+    for model, expected in ((knowing, 0), (guessing, chance)):
         scores = run_task(model, task)
-        found = nll_rows(scores)
+        found = [row for row in scores.measurements if row.name == ANSWER_NLL]
         places = [(row.at, row.n, row.units, row.detail) for row in scores.measurements if row.name == "accuracy"]
         assert [(row.at, row.n, row.units, row.detail) for row in found] == places
         for row in found:
             assert (row.unit, row.better) == ("nats", "lower")
             assert row.value == pytest.approx(expected)
-        items = {
-            kind: [item for item in scores.items if item.name.startswith(kind)] for kind in ("accuracy", ANSWER_NLL)
-        }
-        assert [(one.item, one.weight) for one in items[ANSWER_NLL]] == [(o.item, o.weight) for o in items["accuracy"]]
-        assert all(one.score / one.weight == pytest.approx(expected) for one in items[ANSWER_NLL])
-
-
-def test_a_model_that_tells_no_likelihoods_has_the_accuracy_alone(oracle, toy_shards):
-    assert nll_rows(run_task(oracle, drawn(toy_shards, GRID))) == []
+        right, losses = ([one for one in scores.items if one.name.startswith(k)] for k in ("accuracy", ANSWER_NLL))
+        assert [(one.item, one.weight) for one in losses] == [(one.item, one.weight) for one in right]
+        assert all(one.score / one.weight == pytest.approx(expected) for one in losses)
 
 
 def test_the_right_answer_is_asked_as_the_text_goes_on(toy_shards):

@@ -50,15 +50,13 @@ class ToyTask(Task):
     def __init__(self, options, model):
         self.words, self.tokenizer = options.words.split(","), model.tokenizer
         self.data_name, self.choices = "words", ["The prompt ends with a space."]
-        self.requests = [
-            Continuation(tuple(model.tokenizer.encode(f"{word} " * options.times)), len(word)) for word in self.words
-        ]
+        prompts = [tuple(model.tokenizer.encode(f"{word} " * options.times)) for word in self.words]
+        self.requests = [Continuation(ids, len(word)) for ids, word in zip(prompts, self.words, strict=True)]
 
     def score(self, answers):
         right = [self.tokenizer.decode(ids) == word for ids, word in zip(answers, self.words, strict=True)]
-        items = [
-            ItemScore(name="repeated", item=word, score=float(r)) for word, r in zip(self.words, right, strict=True)
-        ]
+        pairs = zip(self.words, right, strict=True)
+        items = [ItemScore(name="repeated", item=word, score=float(is_right)) for word, is_right in pairs]
         return Scores(measurements=[proportion("repeated", right, {})], items=items)
 
 

@@ -15,12 +15,9 @@ REFUSED = [
         (task, *refused)
         for task in ("needle", "allocation")
         for refused in (
-            ({"depths": [1.5]}, r"depths=\[1.5\]: give shares of the context"),
-            ({"depths": [-0.1]}, "depths"),
-            ({"depths": []}, "depths"),
-            ({"documents": 0}, "documents=0"),
-            ({"digits": 10}, "digits=10: give .* 1 to 9 digits"),
-            ({"digits": 0}, "digits=0"),
+            ({"depths": [1.5]}, r"depths=\[1.5\]: give shares of the context"), ({"depths": [-0.1]}, "depths"),
+            ({"depths": []}, "depths"), ({"documents": 0}, "documents=0"),
+            ({"digits": 10}, "digits=10: give .* 1 to 9 digits"), ({"digits": 0}, "digits=0"),
             ({"seed": -1}, "seed=-1"),
         )
     ],
@@ -82,7 +79,7 @@ REFUSED = [
         {"tasks": "niah_single_1", "lengths": [512]},
         r"lengths=\[512\]: niah_single_1: choose among 4096, 8192",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("task", "options", "words"), REFUSED)

@@ -38,16 +38,14 @@ def plain_pass(model, rows):
             keep = lambda m, a, out, key=(index, name): projected.__setitem__(key, out)  # noqa: E731
             handles.append(getattr(layer.self_attn, name).register_forward_hook(keep))
         handles.append(layer.register_forward_hook(lambda m, a, out: hidden.append(out.flatten())))
-    angles = torch.outer(
-        torch.arange(rows.shape[1]), config.rope_parameters["rope_theta"] ** (-torch.arange(0, width, 2) / width)
-    )
+    frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(0, width, 2) / width)
+    angles = torch.outer(torch.arange(rows.shape[1]), frequencies)
     turn = torch.polar(torch.ones_like(angles), angles)
     for row in rows:
         model(row[None])
         for index in range(config.num_hidden_layers):
-            q, k = (
-                projected[index, name][0].unflatten(-1, (-1, width)).transpose(0, 1) for name in ("q_proj", "k_proj")
-            )
+            both = (projected[index, name][0] for name in ("q_proj", "k_proj"))
+            q, k = (x.unflatten(-1, (-1, width)).transpose(0, 1) for x in both)
             q, k = (torch.complex(*x.chunk(2, -1)) * turn for x in (q, k))
             k = k.repeat_interleave(len(q) // len(k), 0)
             scores = (q @ k.mT.conj()).real / width**0.5

@@ -16,13 +16,14 @@ from difftransformer_lab.results import Measurement
 from tests.support.fakes import TensorModel
 
 
+def drawn(shards, **options):
+    where = TaskContext(tokenizer=shards.tokenizer, context_tokens=100, validation=lambda: shards.tokens("validation"))
+    return PerplexityTask(Options(text="validation", **options), where)
+
+
 def scored(model, shards, **options):
     """Scores with the windows spread over the held-out text, as a study asks."""
-    options = Options(**{"text": "validation", "spread": True} | options)
-    context = TaskContext(
-        tokenizer=shards.tokenizer, context_tokens=100, validation=lambda: shards.tokens("validation")
-    )
-    return run_task(model, PerplexityTask(options, context))
+    return run_task(model, drawn(shards, spread=True, **options))
 
 
 def figures(scores, name) -> list[Measurement]:
@@ -67,9 +68,8 @@ def test_parts_add_up(toy_shards):
     text = np.array([stream[start : start + 100] != toy_shards.tokenizer.end_of_text for start in starts])
     assert 0 < (~text).sum() < 20  # separators
     tokens = [int(text[:, start:end].sum()) for start, end in edges]
-    assert sum(row.value * count for row, count in zip(buckets, tokens, strict=True)) == pytest.approx(
-        nll.value * text.sum(), rel=1e-9
-    )
+    total = sum(row.value * count for row, count in zip(buckets, tokens, strict=True))
+    assert total == pytest.approx(nll.value * text.sum(), rel=1e-9)
     for row in figures(result, "nll") + figures(result, "bits per byte"):
         items = [item for item in result.items if item.name == row.name]
         assert len(items) == 6
@@ -108,11 +108,8 @@ def test_more_buckets_than_positions(toy_shards):
 
 def test_windows_follow_one_another_unless_they_are_spread(toy_shards):
     stream = np.asarray(toy_shards.tokens("validation")[:]).astype(np.int64).tolist()
-    context = TaskContext(
-        tokenizer=toy_shards.tokenizer, context_tokens=100, validation=lambda: toy_shards.tokens("validation")
-    )
     for options, starts in (({}, [0, 100, 200]), ({"stride": 50}, [0, 50, 100])):
-        task = PerplexityTask(Options(text="validation", windows=3, **options), context)
+        task = drawn(toy_shards, windows=3, **options)
         assert [list(request.ids) for request in task.requests] == [stream[start : start + 101] for start in starts]
 
 
@@ -124,9 +121,7 @@ def test_text_shorter_than_the_window(uniform, toy_shards):
 class Position(TensorModel):
     """A loss of one for the first target of a window, two for the second, and so on."""
 
-    def __init__(self):
-        self.tokenizer = byte_tokenizer()
-        self.context_tokens = 100
+    tokenizer, context_tokens = byte_tokenizer(), 100
 
     def nll(self, input_ids, targets):
         return torch.arange(1, targets.shape[1] + 1, dtype=torch.float64).expand(targets.shape)

@@ -47,10 +47,8 @@ def tasks(text):
 
 
 def commands(tasks, model, folder, *flags):
-    return [
-        ["eval", task, str(model), "--out", str(folder / Path(task).stem), *words, *flags]
-        for task, words in tasks.items()
-    ]
+    out = {task: str(folder / Path(task).stem) for task in tasks}
+    return [["eval", task, str(model), "--out", out[task], *words, *flags] for task, words in tasks.items()]
 
 
 def answered(folder):
@@ -64,8 +62,8 @@ def answered(folder):
 
 
 def figures(folder):
-    paths = (path for path in folder.rglob("*.json"))
-    return {str(path.relative_to(folder)): json.loads(path.read_text())["result"]["measurements"] for path in paths}
+    read = {path.relative_to(folder): json.loads(path.read_text())["result"] for path in folder.rglob("*.json")}
+    return {str(path): result["measurements"] for path, result in read.items()}
 
 
 def run_together(count, lines):
@@ -99,17 +97,9 @@ def test_two_processes_answer_to_the_bit_as_one(tasks, alone, tmp_path):
 def test_divided_weights_answer_to_the_bit_as_one(tasks, alone, tmp_path):
     model, expected = alone
     lines = commands(tasks, model, tmp_path, "--divide-weights", "true")
-    refused = [
-        "eval",
-        "quantized",
-        str(model),
-        "--out",
-        str(tmp_path / "q"),
-        "--weights",
-        "int8",
-        *tasks["perplexity"][:4],
-    ]
-    done = run_together(2, [*lines, [*refused, "--task", "perplexity", "--divide-weights", "true"]])
+    refused = ["eval", "quantized", str(model), "--out", str(tmp_path / "q"), "--weights", "int8"]
+    refused += [*tasks["perplexity"][:4], "--task", "perplexity", "--divide-weights", "true"]
+    done = run_together(2, [*lines, refused])
     statuses = [json.loads(one.stdout.splitlines()[-1]) for one in done]
     assert statuses == [[0] * len(tasks) + [2]] * 2, done[0].stderr
     assert answered(tmp_path) == answered(expected)
@@ -182,14 +172,10 @@ def test_interrupted_in_two_processes_goes_on_in_one(tasks, alone, text, tmp_pat
     words = ["eval", "perplexity", str(model), "--text", str(text), "--window", "64", "--windows", "200"]
     words += ["--batch-tokens", "64", "--out"]
     journal = tmp_path / "two" / "perplexity.answers.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "difftransformer_lab", *words, str(tmp_path / "two"), "--processes", "2"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-m", "difftransformer_lab", *words, str(tmp_path / "two"), "--processes", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     deadline = time.monotonic() + 120
     while not journal.exists() or journal.read_text().count("\n") < 5:
         assert process.poll() is None, process.communicate()

@@ -24,9 +24,8 @@ SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}
 def model(request):
     torch.manual_seed(1)
     if request.param == "diff":
-        return DiffTransformerForCausalLM(
-            DiffTransformerConfig(attention_type="diff", initialization="normal", **SIZES)
-        ).eval()
+        config = DiffTransformerConfig(attention_type="diff", initialization="normal", **SIZES)
+        return DiffTransformerForCausalLM(config).eval()
     return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).eval()
 
 
@@ -109,14 +108,9 @@ class Seer(Oracle):
 
 def test_the_figures_are_the_tasks_own_at_each_setting(toy_shards, toy_text):
     needles = {
-        "lengths": [128],
-        "needles": [[2, 1]],
-        "depths": [0.5],
-        "documents": 2,
-        "digits": 3,
-        "text": str(toy_text),
+        "lengths": [128], "needles": [[2, 1]], "depths": [0.5], "documents": 2, "digits": 3, "text": str(toy_text),
         "seed": 4,
-    }
+    }  # fmt: skip
     options = Options(task="needle", task_options=needles, bits=[16, 4], granularity=["row", "tensor"], weights="int4")
     assert options.seed == 4
     task = QuantizedTask(options, Seer(toy_shards.tokenizer))
@@ -141,8 +135,7 @@ def test_perplexity_is_the_default(tmp_path):
     options = Options(task_options={"text": str(tmp_path / "text.txt"), "window": 20, "windows": 2}, bits=[8])
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).eval()
-    scores = run_task(
-        language_model := CausalLanguageModel(model, byte_tokenizer()), QuantizedTask(options, language_model)
-    )
+    language_model = CausalLanguageModel(model, byte_tokenizer())
+    scores = run_task(language_model, QuantizedTask(options, language_model))
     assert scores.measurements[0].name == "nll"
     assert scores.measurements[0].at == {"bits": 8, "granularity": "row"}

@@ -7,9 +7,8 @@ from difftransformer.errors import ConfigError
 from difftransformer_lab.evals.models.rounding import quantize_last, quantize_symmetric
 
 # Two heads of two queries; steps of 4 bits are the largest over 7, of 8 bits over 127, of 6 bits over 31.
-PLANTED = torch.tensor(
-    [[[[7.0, 3.4, -0.6, 0.4], [14.0, 2.9, -3.1, 1.0]], [[-28.0, 5.9, 6.1, 2.0], [0.0, 0.0, 0.0, 0.0]]]]
-)
+FIRST, SECOND = [[7.0, 3.4, -0.6, 0.4], [14.0, 2.9, -3.1, 1.0]], [[-28.0, 5.9, 6.1, 2.0], [0.0, 0.0, 0.0, 0.0]]
+PLANTED = torch.tensor([[FIRST, SECOND]])
 
 
 @pytest.mark.parametrize(
@@ -42,9 +41,8 @@ def test_what_is_masked_neither_counts_nor_changes():
 
 
 def test_rows_of_a_batch_share_nothing():
-    x = torch.randn(3, 2, 4, 5, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0, 100.0]).view(
-        3, 1, 1, 1
-    )
+    x = torch.randn(3, 2, 4, 5, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1, 1)
     for granularity in ("tensor", "head", "row"):
         alone = torch.cat([quantize_symmetric(row[None], 5, None, granularity) for row in x])
         assert torch.equal(quantize_symmetric(x, 5, None, granularity), alone)

@@ -52,16 +52,12 @@ def write_documents(path, *texts):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("named", "separator", "first"),
-    [
-        ({"bos_token": "<s>", "eos_token": "</s>"}, END, BEGIN),
-        ({"eos_token": "</s>"}, END, END),
-        ({"bos_token": "<s>"}, BEGIN, BEGIN),  # it has no end of text
-        ({"bos_token": "<s>", "eos_token": "<s>"}, BEGIN, BEGIN),
-        ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|pad|>"}, END, BEGIN),
-    ],
-)
+@pytest.mark.parametrize(("named", "separator", "first"), [
+    ({"bos_token": "<s>", "eos_token": "</s>"}, END, BEGIN), ({"eos_token": "</s>"}, END, END),
+    ({"bos_token": "<s>"}, BEGIN, BEGIN),  # it has no end of text
+    ({"bos_token": "<s>", "eos_token": "<s>"}, BEGIN, BEGIN),
+    ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|pad|>"}, END, BEGIN),
+])  # fmt: skip
 def test_the_end_of_text_separates_and_the_begin_of_text_begins(named, separator, first, saved):
     template = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
     with open_language_model(saved(**named, chat_template=template)) as opened:
@@ -80,11 +76,8 @@ def test_a_tokenizer_without_either_is_refused(saved):
 def test_perplexity_scores_no_separator_and_names_it(saved, tmp_path):
     model = saved(bos_token="<s>", eos_token="</s>")
     texts = [
-        "The first one.",
-        "2",
-        "A third document, <s> and </s> in words.",
-        "And a fourth, which is longer than that.",
-    ]
+        "The first one.", "2", "A third document, <s> and </s> in words.", "And a fourth, which is longer than that.",
+    ]  # fmt: skip
     source = write_documents(tmp_path / "text.jsonl", *texts)
     words = ["--text", source, "--window", "20", "--windows", "4", "--position-buckets", "20"]
     assert main(["eval", "perplexity", model, *words, "--out", str(tmp_path / "out")]) == 0
@@ -108,15 +101,12 @@ def test_perplexity_scores_no_separator_and_names_it(saved, tmp_path):
     found = {row.name: row.value for row in result.measurements if not row.at}
     assert found["nll"] == pytest.approx(np.mean(nats), rel=1e-5)
     assert found["bits per byte"] == pytest.approx(sum(nats) / np.log(2) / bytes_, rel=1e-5)
+    nats, at = np.array(nats), np.array(at)
     for row in result.measurements:
         if row.name == "nll by position":
-            assert row.value == pytest.approx(
-                np.mean([n for n, p in zip(nats, at, strict=True) if p == row.at["start"]]), rel=1e-5
-            )
+            assert row.value == pytest.approx(nats[at == row.at["start"]].mean(), rel=1e-5)
         if row.name == "cumulative nll":
-            assert row.value == pytest.approx(
-                np.mean([n for n, p in zip(nats, at, strict=True) if p < row.at["position"]]), rel=1e-5
-            )
+            assert row.value == pytest.approx(nats[at < row.at["position"]].mean(), rel=1e-5)
 
 
 def test_no_recalled_pair_goes_beyond_a_document(tmp_path):
@@ -133,22 +123,19 @@ def test_no_recalled_pair_goes_beyond_a_document(tmp_path):
     text = [*b"ab", None, *b"xab", None, *b"xabx"]
     assert list(task.requests[0].ids[1:]) == [256 if token is None else token for token in text]
     assert task.hits[0].tolist() == [False] * 4 + [True, True, False, False, True, True, False]
-    found = {
-        row.name: row.value for row in task.score([answer for _, answer in model.answer(task.requests)]).measurements
-    }
+    scores = task.score([answer for _, answer in model.answer(task.requests)])
+    found = {row.name: row.value for row in scores.measurements}
     assert found["nll"] == pytest.approx(np.mean([token for token in text if token is not None]))
     assert found["share of AR-hits"] == pytest.approx(4 / sum(token is not None for token in text))
 
 
 def test_validation_while_training_scores_no_separator(toy_shards):
     """It is the mean over the other targets of the fixed windows."""
-    model = build_model(
-        DiffTransformerConfig(vocab_size=400, hidden_size=32, num_hidden_layers=1, num_attention_heads=4), 0
-    )
+    sizes = {"vocab_size": 400, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = build_model(DiffTransformerConfig(**sizes), 0)
     end = toy_shards.tokenizer.end_of_text
-    config = TrainingConfig(
-        steps=1, batch_tokens=256, context_stages=[(0, 64)], validate_every=1, validation_windows=20, checkpoint_every=1
-    )
+    every = {"steps": 1, "validate_every": 1, "checkpoint_every": 1}
+    config = TrainingConfig(batch_tokens=256, context_stages=[(0, 64)], validation_windows=20, **every)
     stream = np.asarray(toy_shards.tokens("validation")[:]).astype(np.int64)
     fitting = (len(stream) - 1) // 64
     nats = []

@@ -65,19 +65,13 @@ def test_problems_of_a_file_by_set(lines):
     assert read_math_problems(lines({"question": "?", "answer": "1"}, name="carp.jsonl"))[0].set_name == "carp"
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (
-            {"document": "A.", "reference": "B."},
-            'rows.jsonl: line 2 has no text in "question" .met document, reference.',
-        ),
-        (ROW | {"reference": ""}, "line 2 has no text in \"reference\" .it holds ''"),
-        (ROW | {"document": ["A."]}, 'line 2 has no text in "document"'),
-        ("{", "line 2 is not JSON"),
-        ("[1]", "line 2 is a JSON list; give one JSON object per line"),
-    ],
-)
+@pytest.mark.parametrize(("row", "words"), [
+    ({"document": "A.", "reference": "B."}, 'rows.jsonl: line 2 has no text in "question" .met document, reference.', ),
+    (ROW | {"reference": ""}, "line 2 has no text in \"reference\" .it holds ''"),
+    (ROW | {"document": ["A."]}, 'line 2 has no text in "document"'),
+    ("{", "line 2 is not JSON"),
+    ("[1]", "line 2 is a JSON list; give one JSON object per line"),
+])  # fmt: skip
 def test_a_bad_line_is_named(lines, row, words):
     with pytest.raises(DataError, match=words):
         read_grounded_file(lines(ROW, row), "qa")
@@ -95,13 +89,12 @@ def test_files_that_cannot_be(lines, tmp_path):
 
 
 GROUNDED_ROWS = {
-    "xsum": {"document": "D", "summary": "R", "id": "1"},
-    "cnn_dm": {"article": "D", "highlights": "R", "id": "1"},
+    "xsum": {"document": "D", "summary": "R", "id": "1"}, "cnn_dm": {"article": "D", "highlights": "R", "id": "1"},
     "multinews": {"question": "", "context": "D", "answers": ["R"]},
     "qasper": {"question": "Q", "context": "D", "answers": ["R", "S"]},
     "hotpotqa": {"question": "Q", "context": "D", "answers": ["R"]},
     "2wikimqa": {"question": "Q", "context": "D", "answers": ["R"]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GROUNDED_SETS)

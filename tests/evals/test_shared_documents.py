@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from difftransformer.data import CITIES_SEEN
 from difftransformer_lab.evals.judges.base import Case, Judgment
 from difftransformer_lab.evals.scores import mean, mean_of_sets, proportion
 from difftransformer_lab.evals.tasks.allocation import SEGMENTS
@@ -38,10 +37,8 @@ def test_the_error_of_allocation_is_over_documents(paired, toy_shards):
 
 def test_needles_asked_of_one_document_are_not_independent(oracle, toy_shards):
     """Both answers of a document are right or both wrong: the interval is that of documents, in a cell and over all."""
-    options = replace(
-        test_needle_eval.GRID, cities="seen", paired=True, lengths=[128], needles=[[2, 2]], documents=6, depths=[0, 1]
-    )
-    task = test_needle_eval.drawn(toy_shards, options)
+    changes = {"cities": "seen", "paired": True, "lengths": [128], "needles": [[2, 2]], "depths": [0, 1]}
+    task = test_needle_eval.drawn(toy_shards, replace(test_needle_eval.GRID, documents=6, **changes))
     answers = [answer for _, answer in task.answer(oracle, task.requests)]
     wrong = [[0] * len(answer) if index % 12 < 4 else answer for index, answer in enumerate(answers)]
     scores = task.score(wrong)
@@ -50,7 +47,6 @@ def test_needles_asked_of_one_document_are_not_independent(oracle, toy_shards):
         assert (row.units, row.standard_error) == (6, pytest.approx(np.std([0, 0, 1, 1, 1, 1], ddof=1) / math.sqrt(6)))
         assert (row.low, row.high) == pytest.approx(wilson_interval(4, 6))
     assert [(item.score, item.weight) for item in scores.items] == [(0, 4)] * 2 + [(4, 4)] * 4
-    assert len(CITIES_SEEN) > 2
 
 
 def test_all_right_is_no_certainty_about_other_documents(oracle, toy_shards):
@@ -69,10 +65,8 @@ def test_documents_of_several_numbers_of_needles_are_different_ones(oracle, toy_
 
 def test_questions_about_one_document_are_one_unit():
     def judged(number, document, faithful):
-        case = Case(
-            set_name="qasper", item=str(number), document=document, question=f"{number}?", reference="r", answer="a"
-        )
-        return case, Judgment(faithful=faithful, reasoning="")
+        texts = {"document": document, "question": f"{number}?", "reference": "r", "answer": "a"}
+        return Case(set_name="qasper", item=str(number), **texts), Judgment(faithful=faithful, reasoning="")
 
     rows = [judged(i, f"paper {i // 3}", i // 3 < 2) for i in range(15)]
     scores = object.__new__(HallucinationTask).score(rows)

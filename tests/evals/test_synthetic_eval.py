@@ -68,11 +68,8 @@ def test_guesses_are_right_by_chance():
 
 def test_variations_are_settings_of_their_own():
     """A reader of the slot before the last falls with the share of noise, and a reader of the context doesn't."""
-    noisy = {
-        "task": "noisy-recall",
-        "options": {"length": 32},
-        "variations": [{"noise_share": 0.1}, {"noise_share": 0.6}],
-    }
+    shares = [{"noise_share": 0.1}, {"noise_share": 0.6}]
+    noisy = {"task": "noisy-recall", "options": {"length": 32}, "variations": shares}
     rows, _ = accuracies(value_of, **noisy)
     assert [row.value for row in rows.values()] == [1.0, 1.0, 1.0]
     assert list(rows) == [(), (0.1, 32), (0.6, 32)]
@@ -94,29 +91,20 @@ def test_the_task_of_a_run():
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "mqar"])
 def test_every_task_asks_for_its_answers(name):
-    tokenizer = id_tokenizer(300)
-    task = SyntheticTask(
-        Options(task=name, options={"test_examples": 9}, examples=3),
-        TaskContext(tokenizer=tokenizer, context_tokens=512),
-    )
+    options = Options(task=name, options={"test_examples": 9}, examples=3)
+    task = SyntheticTask(options, TaskContext(tokenizer=id_tokenizer(300), context_tokens=512))
     scores = task.score([list(right) for right in task.scored_by()])
     assert scores.measurements[0].value == 1.0
     assert scores.measurements[0].n == sum(len(request.places) for request in task.requests) > 0
-    assert (
-        sum(task.score([[-1] * len(request.places) for request in task.requests]).measurements[0].value for _ in "a")
-        == 0
-    )
+    assert task.score([[-1] * len(request.places) for request in task.requests]).measurements[0].value == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "data", "message"),
-    [
-        ({}, None, "task: the model's run was not trained on a synthetic task"),
-        ({}, DataConfig(), "task: the model's run was not trained on a synthetic task"),
-        ({"task": "mqar"}, None, "synthetic:mqar has 8192 token ids, and the model's vocabulary 66"),
-        ({"task": "recall", "options": {"sise": 1}}, None, "options.sise: unknown key"),
-    ],
-)
+@pytest.mark.parametrize(("options", "data", "message"), [
+    ({}, None, "task: the model's run was not trained on a synthetic task"),
+    ({}, DataConfig(), "task: the model's run was not trained on a synthetic task"),
+    ({"task": "mqar"}, None, "synthetic:mqar has 8192 token ids, and the model's vocabulary 66"),
+    ({"task": "recall", "options": {"sise": 1}}, None, "options.sise: unknown key"),
+])  # fmt: skip
 def test_impossible_requests(options, data, message):
     context = TaskContext(tokenizer=id_tokenizer(64), context_tokens=64, data=None if data is None else lambda: data)
     with pytest.raises(ConfigError) as met:
@@ -186,16 +174,13 @@ def test_from_recipe_to_page(tmp_path, monkeypatch, capsys):
 def test_settings_of_recipes(tmp_path, monkeypatch, capsys, fails):
     """What a synthetic source cannot have is refused in one line, with the key."""
     monkeypatch.chdir(tmp_path)
+    options = {"vocab_size": 64, "train": [[32, 4, 90]], "test": [[32, 4, 9]]}
     recipe = {
-        "name": "tiny",
-        "model": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-        "data": {
-            "source": "synthetic:mqar",
-            "options": {"vocab_size": 64, "train": [[32, 4, 90]], "test": [[32, 4, 9]]},
-        },
+        "name": "tiny", "model": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "data": {"source": "synthetic:mqar", "options": options},
         "training": {"steps": 2, "batch_tokens": 128, "context_stages": [[0, 32]], "pack_documents": True},
         "evaluation": [{"task": "synthetic"}],
-    }
+    }  # fmt: skip
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     for key, value, message in (
         ("data.tokenizer", "byte", "tokenizer=byte: synthetic:mqar has token ids of its own; leave tokenizer out"),

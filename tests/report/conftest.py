@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,9 @@ from difftransformer_lab.results import (
     BaselineNll,
     CostRow,
     Curve,
-    DataIdentity,
     Grid,
     ItemScore,
     Measurement,
-    ModelIdentity,
     RunRecord,
     StudyArm,
     TaskResult,
@@ -27,26 +26,16 @@ from difftransformer_lab.results import (
 from difftransformer_lab.studies.records import run_figures
 from tests.support.environment import ENVIRONMENT
 from tests.support.simulated_study import study
+from tests.support.task_results import task_result as plain_result
 
 LABELS = {"diff": "DIFF", "softmax": "Transformer", "diff_v2": "DIFF V2"}
 STEPS = 600
 
 
-def task_result(task: str, model: str, measurements: list[Measurement], **parts: object) -> TaskResult:
-    return TaskResult(
-        task=task,
-        model=ModelIdentity(name=model, architecture="A", attention=model, parameters=1, dtype="float32", sha256="0"),
-        data=DataIdentity(name="validation", sha256="0", requests=8),
-        options=parts.get("options", {}),
-        choices=["A choice."],
-        seed=0,
-        command=f"difftransformer eval {task}",
-        created="2026-01-02T03:04:05+00:00",
-        environment=ENVIRONMENT,
-        measurements=measurements,
-        items=parts.get("items", []),
-        grids=parts.get("grids", []),
-    )
+def task_result(task: str, model: str, measurements: list[Measurement], **parts: Any) -> TaskResult:
+    result = plain_result(task, model, measurements, data="validation", **parts)
+    made = {"choices": ["A choice."], "command": f"difftransformer eval {task}", "created": "2026-01-02T03:04:05+00:00"}
+    return dataclasses.replace(result, environment=ENVIRONMENT, **made)
 
 
 def loss_result(model: str, loss: float, rng: np.random.Generator) -> TaskResult:
@@ -66,7 +55,7 @@ def loss_result(model: str, loss: float, rng: np.random.Generator) -> TaskResult
         for name, scores in (("nll", nats), ("bits per byte", bits))
         for k, score in enumerate(scores)
     ]
-    return task_result("perplexity", model, figures, items=items)
+    return task_result("perplexity", model, figures, scores=items)
 
 
 def needle_result(
@@ -85,7 +74,7 @@ def needle_result(
                     at = {"cities": cities, "needles": count, "asked": asked, "length_tokens": length, "depth": depth}
                     rows += details([proportion("accuracy", right.tolist(), at)])
     heads = [proportion("accuracy", found, {"cities": cities}) for cities, found in cells.items()]
-    return task_result("needle", model, [*heads, *rows], options={"digits": 4})
+    return task_result("needle", model, [*heads, *rows], digits=4)
 
 
 def allocation_result(model: str, rng: np.random.Generator) -> TaskResult:
@@ -95,13 +84,8 @@ def allocation_result(model: str, rng: np.random.Generator) -> TaskResult:
             focus = {"diff": 0.32, "softmax": 0.05}.get(model, 0.2) * (0.6 if form != "signed" else 1.0) + 0.05 * depth
             noise = (1 - focus) * ({"diff": -0.04, "softmax": 0.5}.get(model, 0.1) if form == "signed" else 0.4)
             rest = 1 - focus - noise
-            shares = {
-                "first": 0.4 * rest,
-                "before": noise / 2,
-                "answer": focus,
-                "after": noise / 2,
-                "query": 0.6 * rest,
-            }
+            around = noise / 2
+            shares = {"first": 0.4 * rest, "before": around, "answer": focus, "after": around, "query": 0.6 * rest}
             for segment, share in shares.items():
                 values = (share + rng.normal(0, 0.004, 4)).tolist()
                 at = {"depth": depth, "form": form, "segment": segment}
@@ -109,7 +93,7 @@ def allocation_result(model: str, rng: np.random.Generator) -> TaskResult:
     head = mean("signed attention on the answer", "share", rng.normal(0.3, 0.01, 4).tolist(), {}, better="higher")
     at = {"depth": 0.5, "form": "absolute", "segment": "answer"}
     grid = Grid(name="attention by layer and head", at=at, values=[[0.1, 0.2], [0.3, 0.4]])
-    return task_result("allocation", model, [head, *rows], options={"documents": 50, "needles": 6}, grids=[grid])
+    return task_result("allocation", model, [head, *rows], documents=50, needles=6, grids=[grid])
 
 
 def rng_of(*seed: int) -> np.random.Generator:
@@ -205,16 +189,8 @@ def make_comparison(
         return make_run(model, seed, 0.87 + behind, layers, evaluations)
 
     arms = [StudyArm(name=model, label=LABELS[model]) for model in models]
-    sizes = [
-        ArmSize(
-            arm=model,
-            attention_type=model,
-            parameters=SIZES[model],
-            train_flops_per_token=19_267_584,
-            kv_bytes_per_token=3072,
-        )
-        for model in models
-    ]
+    per_token = {"train_flops_per_token": 19_267_584, "kv_bytes_per_token": 3072}
+    sizes = [ArmSize(arm=model, attention_type=model, parameters=SIZES[model], **per_token) for model in models]
     return study(
         arms,
         headline_figures(make(models[0], (), 0).evaluations),

@@ -29,12 +29,8 @@ def lines_of(figure):
 
 
 def test_hallucination_bars_and_intervals():
-    one = task_result(
-        "hallucination",
-        "runs/diff",
-        [share("accuracy", 0.6, set="xsum"), share("accuracy", 0.4, set="qasper"), share("unjudged", 3, set="xsum")],
-        judge="overlap",
-    )
+    rows = [share("accuracy", 0.6, set="xsum"), share("accuracy", 0.4, set="qasper"), share("unjudged", 3, set="xsum")]
+    one = task_result("hallucination", "runs/diff", rows, judge="overlap")
     other = task_result("hallucination", "runs/softmax", [share("accuracy", 0.5, set="qasper")], judge="overlap")
     _, caption, figure = hallucination.draw([one, other])
     assert bars_of(figure) == [0.6, 0.4, 0.5]
@@ -59,11 +55,8 @@ def test_math_is_bars_of_sets():
 
 def test_math_of_checkpoints_is_a_curve_a_run():
     names = [
-        ("runs/diff", 500, 0.1),
-        ("runs/diff", 1000, 0.3),
-        ("runs/softmax", 1000, 0.2),
-        ("runs/softmax", 500, 0.15),
-    ]
+        ("runs/diff", 500, 0.1), ("runs/diff", 1000, 0.3), ("runs/softmax", 1000, 0.2), ("runs/softmax", 500, 0.15),
+    ]  # fmt: skip
     _, _, figure = math.draw([maths(f"{run}/checkpoints/step-{step:06d}", value) for run, step, value in names])
     curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines]
     assert curves == [([500, 1000], [0.1, 0.3]), ([500, 1000], [0.15, 0.2])]

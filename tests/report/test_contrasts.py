@@ -26,6 +26,7 @@ from difftransformer_lab.results import (
 from tests.support.simulated_study import LOSS, planned, record, study
 
 NOISE = 0.01
+ARMS = ["diff", "v2", "softmax"]
 START = StudyAxis(name="start", values=["normal", "scaled"])
 SIZE = StudyAxis(name="size", values=["1M", "3M"])
 SHARE = StudyFigure(label="accuracy", task="recall", name="accuracy", better="higher", unit="share")
@@ -45,20 +46,16 @@ def confirming(values, contrasts, seeds=12, first_seed=2000, figure=LOSS, axes=(
         return record([figure], {figure.label: values(arm, point, seed)}, arm=arm, seed=seed)
 
     plan = planned([Question(question="Is DIFF better?", contrasts=list(contrasts))], at=at)
-    return study(
-        ["diff", "v2", "softmax"], [figure], seeds, make, first_seed=first_seed, axes=axes, **{"plan": plan} | parts
-    )
+    given = {"first_seed": first_seed, "axes": axes, "plan": plan} | parts
+    return study(ARMS, [figure], seeds, make, **given)
 
 
-def drawn(effects, seed=3, seeds=12, first=2000, noise=NOISE):
+def drawn(effects, seed=3, seeds=12, first=2000):
     """Figures with a planted effect of each arm, and seeds with a common and an own part."""
     rng = np.random.default_rng(seed)
     common = dict(zip(range(first, first + seeds), rng.normal(2, 0.1, seeds), strict=True))
-    table = {
-        (arm, at): common[at] + effects.get(arm, 0.0) + rng.normal(0, noise / math.sqrt(2))
-        for arm in ("diff", "v2", "softmax")
-        for at in common
-    }
+    places = itertools.product(ARMS, common)
+    table = {(arm, at): common[at] + effects.get(arm, 0.0) + rng.normal(0, NOISE / math.sqrt(2)) for arm, at in places}
     return lambda arm, point, at: table[arm, at]
 
 
@@ -71,25 +68,17 @@ def findings(evidence):
 def test_a_contrast_is_the_weighted_sum_of_means_at_its_settings():
     """(DIFF - softmax at normal) - (mean of DIFF and V2 - softmax at scaled), for size 3M, seed by seed."""
     rng = np.random.default_rng(0)
-    table = {
-        (arm, (start, size), seed): rng.normal()
-        for arm in ("diff", "v2", "softmax")
-        for start in START.values
-        for size in SIZE.values
-        for seed in range(2000, 2006)
-    }
+    settings = itertools.product(START.values, SIZE.values)
+    table = {place: rng.normal() for place in itertools.product(ARMS, settings, range(2000, 2006))}
     terms = [
-        Term(arms=["diff"], weight=1.0, at={"size": "3M"}),
-        Term(arms=["softmax"], weight=-1.0, at={"size": "3M"}),
+        Term(arms=["diff"], weight=1.0, at={"size": "3M"}), Term(arms=["softmax"], weight=-1.0, at={"size": "3M"}),
         Term(arms=["diff", "v2"], weight=-1.0, at={"size": "3M", "start": "scaled"}),
         Term(arms=["softmax"], weight=1.0, at={"size": "3M", "start": "scaled"}),
-    ]
+    ]  # fmt: skip
     evidence = confirming(lambda *at: table[at], [contrast(terms=terms, seeds=6)], seeds=6, axes=[START, SIZE])
     (found,) = findings(evidence)
     for seed, value in found.values.items():
-        at = {
-            (arm, start): table[arm, (start, "3M"), seed] for arm in ("diff", "v2", "softmax") for start in START.values
-        }
+        at = {place: table[place[0], (place[1], "3M"), seed] for place in itertools.product(ARMS, START.values)}
         first = at["diff", "normal"] - at["softmax", "normal"]
         second = (at["diff", "scaled"] + at["v2", "scaled"]) / 2 - at["softmax", "scaled"]
         assert value == pytest.approx(first - second)
@@ -103,26 +92,14 @@ def test_own_best_is_where_each_arm_was_best_while_rates_were_chosen(better):
     """DIFF is best with the scaled start, softmax with the normal one; at 3M nothing was tuned."""
     sign = 1 if better == "lower" else -1
     tried = {
-        ("diff", "normal"): [(1e-3, 3.0), (2e-3, 2.5)],
-        ("diff", "scaled"): [(1e-3, 2.0), (2e-3, 2.8)],
-        ("softmax", "normal"): [(1e-3, 2.1), (2e-3, 2.0)],
-        ("softmax", "scaled"): [(1e-3, 2.2), (2e-3, 2.3)],
-    }
-    chosen = {
-        ("diff", "normal"): 2e-3,
-        ("diff", "scaled"): 1e-3,
-        ("softmax", "normal"): 2e-3,
-        ("softmax", "scaled"): 1e-3,
-    }
-    rates = [
-        ChosenRate(
-            arm=arm,
-            point={"start": start, "size": "1M"},
-            learning_rate=chosen[arm, start],
-            tried=[(rate, sign * value) for rate, value in values],
-        )
-        for (arm, start), values in tried.items()
-    ]
+        ("diff", "normal"): [(1e-3, 3.0), (2e-3, 2.5)], ("diff", "scaled"): [(1e-3, 2.0), (2e-3, 2.8)],
+        ("softmax", "normal"): [(1e-3, 2.1), (2e-3, 2.0)], ("softmax", "scaled"): [(1e-3, 2.2), (2e-3, 2.3)],
+    }  # fmt: skip
+    rates = []
+    for (arm, start), values in tried.items():
+        best, _ = min(values, key=lambda one: one[1])
+        signed = [(rate, sign * value) for rate, value in values]
+        rates.append(ChosenRate(arm=arm, point={"start": start, "size": "1M"}, learning_rate=best, tried=signed))
     figure = dataclasses.replace(LOSS, better=better)
     each = contrast(at={"start": OWN_BEST, "size": "3M"}, seeds=6)
     parts = {"seeds": 6, "axes": [START, SIZE], "figure": figure}
@@ -174,23 +151,13 @@ def test_a_seed_on_other_data_does_not_count():
     assert 2003 not in found.values
 
 
-@pytest.mark.parametrize(
-    ("effect", "parts", "state"),
-    [
-        (-0.1, {}, "below"),
-        (0.1, {}, "above"),
-        (0.1, {"margin": 0.05}, "above"),
-        (-0.1, {"margin": 0.05}, "below"),
-        (0.1, {"margin": 0.1}, "open"),
-        (0.0, {"smallest": 0.05}, "within"),
-        (0.0, {}, "open"),
-        (0.02, {"margin": 0.1, "smallest": 0.05}, "within"),
-        (-0.1, {"seeds": 4}, "too few seeds"),
-        (-0.1, {"seeds": 5}, "below"),
-        (-0.1, {"test": "welch"}, "open"),  # the common part of a seed is noise to it
-        (-1.0, {"test": "welch"}, "below"),
-    ],
-)
+@pytest.mark.parametrize(("effect", "parts", "state"), [
+    (-0.1, {}, "below"), (0.1, {}, "above"), (0.1, {"margin": 0.05}, "above"), (-0.1, {"margin": 0.05}, "below"),
+    (0.1, {"margin": 0.1}, "open"), (0.0, {"smallest": 0.05}, "within"), (0.0, {}, "open"),
+    (0.02, {"margin": 0.1, "smallest": 0.05}, "within"), (-0.1, {"seeds": 4}, "too few seeds"),
+    (-0.1, {"seeds": 5}, "below"), (-0.1, {"test": "welch"}, "open"),  # the common part of a seed is noise to it
+    (-1.0, {"test": "welch"}, "below"),
+])  # fmt: skip
 def test_the_verdict_is_where_the_interval_lies(effect, parts, state):
     (found,) = findings(confirming(drawn({"diff": effect}), [contrast(**parts)]))
     assert found.state == state
@@ -237,13 +204,8 @@ def test_welch_counts_an_arm_that_stands_in_two_terms_once():
 
 def test_log_odds_and_logs():
     counts = {"diff": [100, 90, 80, 70, 99], "v2": [0] * 5, "softmax": [0, 5, 50, 60, 1]}
-    evidence = confirming(
-        lambda arm, _, seed: counts[arm][seed - 2000] / 100,
-        [contrast(figure=SHARE.label, scale="log odds", seeds=5)],
-        seeds=5,
-        figure=SHARE,
-    )
-    (found,) = findings(evidence)
+    odds = contrast(figure=SHARE.label, scale="log odds", seeds=5)
+    (found,) = findings(confirming(lambda arm, _, at: counts[arm][at - 2000] / 100, [odds], seeds=5, figure=SHARE))
     expected = [
         math.log((k + 0.5) / (100 - k + 0.5) * (100 - m + 0.5) / (m + 0.5))
         for k, m in zip(counts["diff"], counts["softmax"], strict=True)
@@ -255,21 +217,14 @@ def test_log_odds_and_logs():
     assert found.unit == "log units"
 
 
-SEQUENCE = [
-    contrast("first"),
-    contrast("second", plus=["v2"]),
-    contrast("third", plus=["diff"], minus=["v2"]),
-]
+SEQUENCE = [contrast("first"), contrast("second", plus=["v2"]), contrast("third", plus=["diff"], minus=["v2"])]
 
 
-@pytest.mark.parametrize(
-    ("effects", "states"),
-    [
-        ({"diff": -0.2, "v2": -0.1}, ["below", "below", "below"]),
-        ({"diff": -0.2}, ["below", "open", "not tested"]),
-        ({"v2": -0.2}, ["open", "not tested", "not tested"]),
-    ],
-)
+@pytest.mark.parametrize(("effects", "states"), [
+    ({"diff": -0.2, "v2": -0.1}, ["below", "below", "below"]),
+    ({"diff": -0.2}, ["below", "open", "not tested"]),
+    ({"v2": -0.2}, ["open", "not tested", "not tested"]),
+])  # fmt: skip
 def test_contrasts_of_a_question_are_tested_in_their_order(effects, states):
     found = findings(confirming(drawn(effects, seed=4), SEQUENCE))
     assert [one.state for one in found] == states
@@ -326,9 +281,8 @@ def test_a_plan_is_registered_only_if_every_run_began_after_its_commit():
     runs = evidence.runs["diff", ()]
     runs[2007] = dataclasses.replace(runs[2007], created="2025-12-31T00:00:00+00:00")
     runs[2008] = dataclasses.replace(runs[2008], created="2025-12-30T12:02:00+00:00")
-    evidence.runs["v2", ()][2000] = dataclasses.replace(
-        runs[2000], created="2025-01-01T00:00:00+00:00"
-    )  # in no contrast
+    in_no_contrast = dataclasses.replace(runs[2000], created="2025-01-01T00:00:00+00:00")
+    evidence.runs["v2", ()][2000] = in_no_contrast
     found = studied(evidence).registration
     assert found.words == "planned, not registered"
     assert found.why_not.startswith(
@@ -341,15 +295,12 @@ def test_a_plan_is_registered_only_if_every_run_began_after_its_commit():
     assert found.why_not == "plans/simulated.yaml is in no commit with this content."
 
 
-@pytest.mark.parametrize(
-    ("parts", "named"),
-    [
-        ({"figure": "loss"}, "the figure 'loss', and the study has held-out loss"),
-        ({"plus": ["dif"]}, "the arm 'dif', and the study has diff, softmax, v2"),
-        ({"at": {"starts": "normal"}}, "the axis 'starts', and the study has start"),
-        ({"at": {"start": "old"}}, "the start 'old', and the study has normal, own best, scaled"),
-    ],
-)
+@pytest.mark.parametrize(("parts", "named"), [
+    ({"figure": "loss"}, "the figure 'loss', and the study has held-out loss"),
+    ({"plus": ["dif"]}, "the arm 'dif', and the study has diff, softmax, v2"),
+    ({"at": {"starts": "normal"}}, "the axis 'starts', and the study has start"),
+    ({"at": {"start": "old"}}, "the start 'old', and the study has normal, own best, scaled"),
+])  # fmt: skip
 def test_a_plan_that_names_what_the_study_lacks_is_refused(parts, named):
     with pytest.raises(ResultsError, match=named):
         findings(confirming(lambda *_: 0.0, [contrast(**parts)], axes=[START]))

@@ -87,7 +87,7 @@ def test_quantized_draws_a_row_for_each_place():
         for task, value in (("piqa", 0.3), ("boolq", 0.7))
         for name in ("acc", "acc_norm")
     ]
-    figure = drawn(quantized, [task_result("quantized", "a", rows, weights="none", activations="none")])
+    figure = quantized.draw([task_result("quantized", "a", rows, weights="none", activations="none")])[2]
     titles = [f"{task}, 5 shots, a step for each row" for task in ("piqa", "boolq")]
     assert [ax.get_title(loc="left") for ax in figure.axes] == titles
     assert [ax.lines[0].get_ydata().tolist() for ax in figure.axes] == [[0.3, 0.3], [0.7, 0.7]]
@@ -133,16 +133,13 @@ def test_maps_draw_a_panel_for_each():
     assert panels(maps.draw([mapped("b", False)])[2])[:2] == ["negative weight", "near zero"]
 
 
-@pytest.mark.parametrize(
-    ("heads", "rows"),
-    [
-        (1, [3] * 2),
-        (4, [4] * 6),
-        *(pytest.param(heads, [3] * 2 * heads, marks=pytest.mark.slow) for heads in (2, 3, 6)),
-    ],
-)
+@pytest.mark.parametrize(("heads", "rows"), [
+    (1, [3] * 2),
+    (4, [4] * 6),
+    *(pytest.param(heads, [3] * 2 * heads, marks=pytest.mark.slow) for heads in (2, 3, 6)),
+])  # fmt: skip
 def test_maps_fill_their_rows_and_name_their_axes(heads, rows):
-    figure = drawn(maps, [mapped("a", True, heads)])
+    figure = maps.draw([mapped("a", True, heads)])[2]
     places = [ax for ax in figure.subfigs[1].axes if ax.get_ylabel() != "weight"]
     assert all(ax.get_visible() for ax in places)
     assert [sum(ax.get_subplotspec().rowspan.start == row for ax in places) for row in range(len(rows))] == rows

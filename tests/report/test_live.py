@@ -18,10 +18,7 @@ def metrics(path, losses, validation):
 
 
 def test_the_page_refreshes_itself_until_all_runs_ended(tmp_path):
-    runs = {
-        "diff & co": metrics(tmp_path / "a", [5.0, 3.25], 3.5),
-        "not begun": (tmp_path / "b", 100),
-    }
+    runs = {"diff & co": metrics(tmp_path / "a", [5.0, 3.25], 3.5), "not begun": (tmp_path / "b", 100)}
     page = LivePage(tmp_path / "page", "demo")
     page.update(runs, 0, 2)
     text = (tmp_path / "page" / "index.html").read_text()

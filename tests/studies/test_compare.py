@@ -1,6 +1,5 @@
 """The comparison, end to end on a toy: what it writes, what it reuses, what it refuses."""
 
-import copy
 import math
 import shutil
 import statistics
@@ -10,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from difftransformer.errors import CheckpointError, ConfigError, DataError, DiffTransformerError
+from difftransformer.errors import ConfigError, DataError, DiffTransformerError
 from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer.train import checkpoints, read_metrics
 from difftransformer_lab.cli.main import main
@@ -145,8 +144,7 @@ def test_costs_are_measured_for_both_and_computed_for_the_smaller(comparison):
 
 
 VALUES = {
-    "validation loss": ("perplexity", "bits per byte", {}),
-    "validation loss per token": ("perplexity", "nll", {}),
+    "validation loss": ("perplexity", "bits per byte", {}), "validation loss per token": ("perplexity", "nll", {}),
     "needle accuracy (seen cities)": ("needle", "accuracy", {"cities": "seen"}),
     "needle accuracy (unseen cities)": ("needle", "accuracy", {"cities": "unseen"}),
     "nll of the answer (seen cities)": ("needle", "nll of the answer", {"cities": "seen"}),
@@ -154,7 +152,7 @@ VALUES = {
     "signed attention on the answer": ("allocation", "signed attention on the answer", {}),
     "absolute attention on the answer": ("allocation", "absolute attention on the answer", {}),
     "positive attention on the answer": ("allocation", "positive attention on the answer", {}),
-}
+}  # fmt: skip
 
 
 def test_statistics_are_those_of_the_runs(comparison):
@@ -212,21 +210,18 @@ def times(folder):
     return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
 
 
-def test_a_second_run_reuses_everything(study, study_document, comparison, no_costs, no_jobs):
-    folder, path = study
+def test_a_second_run_reuses_everything(study, copied, study_document, comparison, no_costs, no_jobs):
+    """With other jobs and an own name too."""
+    folder, _ = study
     before = times(folder)
-    assert main(["compare", str(path), "--out", str(folder)]) == 0
+    compare(recipe_from(study_document, source="toy"), folder)
     assert times(folder) == before
     again = read_evidence(folder / "results.json")
     assert again.runs == comparison.runs
     assert again.index.figures == comparison.index.figures
-
-
-def test_other_jobs_and_an_own_name_reuse_everything_too(copied, study_document, no_costs, no_jobs):
-    folder, _ = copied
     study_document["compare"]["jobs"] = 1
     study_document["name"] = "another"
-    assert compare(recipe_from(study_document, source="toy"), folder).name == "another"
+    assert compare(recipe_from(study_document, source="toy"), copied[0]).name == "another"
 
 
 def test_only_what_is_missing_or_damaged_is_done_again(
@@ -252,25 +247,17 @@ def test_only_what_is_missing_or_damaged_is_done_again(
     assert sorted(waiting) == ["diff-seed0", "diff-seed1", "softmax-seed1"]
     assert f"{changed}: not a results file, or changed since it was written" in capsys.readouterr().out
     again = {"needle.json", "perplexity.json", "allocation.json", "record.json"}
-    assert {p: t for p, t in times(folder).items() if p.name not in again} == {
-        p: t for p, t in before.items() if p.name not in again
-    }
+    old, new = ({p: t for p, t in one.items() if p.name not in again} for one in (before, times(folder)))
+    assert new == old
     assert measured(read_evidence(folder / "results.json")) == measured(comparison)
 
 
-@pytest.mark.parametrize(
-    ("part", "change", "words"),
-    [
-        ("training", {"steps": 5}, "training.steps was 4 and is now 5"),
-        (
-            "training",
-            {"optimizer": {"learning_rate": 0.1}},
-            "training.optimizer.learning_rate was 0.002 and is now 0.1",
-        ),
-        ("model", {"num_hidden_layers": 1}, "model.num_hidden_layers was 2 and is now 1"),
-        ("data", {"vocab_size": 390}, "data.vocab_size was 400 and is now 390"),
-    ],
-)
+@pytest.mark.parametrize(("part", "change", "words"), [
+    ("training", {"steps": 5}, "training.steps was 4 and is now 5"),
+    ("training", {"optimizer": {"learning_rate": 0.1}}, "training.optimizer.learning_rate was 0.002 and is now 0.1", ),
+    ("model", {"num_hidden_layers": 1}, "model.num_hidden_layers was 2 and is now 1"),
+    ("data", {"vocab_size": 390}, "data.vocab_size was 400 and is now 390"),
+])  # fmt: skip
 def test_another_recipe_in_the_same_folder_is_refused(copied, study_document, no_jobs, fails, part, change, words):
     folder, path = copied
     study_document[part] |= change
@@ -299,16 +286,13 @@ def test_a_run_that_fails_says_why_and_the_others_are_stopped(copied, study_docu
     assert "log.txt" in error
 
 
-@pytest.mark.parametrize(
-    ("part", "change", "error", "words"),
-    [
-        ("needle", {"lengths": [30]}, DataError, "longer than the context"),
-        ("allocation", {"length": 20}, DataError, "longer than the context"),
-        ("perplexity", {"window": 10**7}, DataError, "tokens, and 10000001 are needed"),
-        ("compare", {"models": ["diff", "dif"]}, ConfigError, "attention_type='dif'"),
-        ("training", {"batch_tokens": 2**17, "context_stages": [[0, 2**17]]}, DataError, "split has"),
-    ],
-)
+@pytest.mark.parametrize(("part", "change", "error", "words"), [
+    ("needle", {"lengths": [30]}, DataError, "longer than the context"),
+    ("allocation", {"length": 20}, DataError, "longer than the context"),
+    ("perplexity", {"window": 10**7}, DataError, "tokens, and 10000001 are needed"),
+    ("compare", {"models": ["diff", "dif"]}, ConfigError, "attention_type='dif'"),
+    ("training", {"batch_tokens": 2**17, "context_stages": [[0, 2**17]]}, DataError, "split has"),
+])  # fmt: skip
 def test_what_cannot_be_evaluated_is_refused_before_training(
     tmp_path, study_document, monkeypatch, part, change, error, words
 ):
@@ -328,22 +312,9 @@ def test_a_run_that_the_system_kills_says_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Job, "start", start)
     job = Job(label="DIFF, seed 0", folder=tmp_path, shards=[], steps=5, threads=1, step=3)
-    with pytest.raises(
-        DiffTransformerError,
-        match="DIFF, seed 0: its process was ended by SIGKILL at step 3; if memory ran out, give fewer --jobs",
-    ):
+    words = "DIFF, seed 0: its process was ended by SIGKILL at step 3; if memory ran out, give fewer --jobs"
+    with pytest.raises(DiffTransformerError, match=words):
         run_jobs([job], at_once=1)
-
-
-def test_start_run_names_a_nested_difference(copied, study_document):
-    folder, _ = copied
-    other = copy.deepcopy(study_document)
-    other["training"]["retrieval"]["share"] = 0.25
-    with pytest.raises(CheckpointError, match=r"training.retrieval.share was 0.5 and is now 0.25"):
-        start_run(
-            folder / "runs" / "diff-seed0",
-            recipe_from(other, source="toy").with_model("diff").with_seed(0),
-        )
 
 
 def test_any_task_can_be_in_a_study(copied, study_document, no_costs, monkeypatch):

@@ -2,15 +2,21 @@
 
 from pathlib import Path
 
+import pytest
+
 from difftransformer_lab.report import read_evidence
 from difftransformer_lab.statistics import wilson_interval
 
 STORED = Path(__file__).parents[2] / "docs" / "results" / "demo.json"
 
 
-def test_every_model_has_learnt():
+@pytest.fixture(scope="module")
+def result():
+    return read_evidence(STORED)
+
+
+def test_every_model_has_learnt(result):
     """More than a table of letter pairs knows."""
-    result = read_evidence(STORED)
     (bigram,) = result.index.baselines
     runs = list(result.every_run())
     assert len(runs) == result.index.planned
@@ -19,8 +25,8 @@ def test_every_model_has_learnt():
         assert bits.value < bigram.bits_per_byte, f"{arm.label}, seed {seed}"
 
 
-def test_maps_have_right_and_wrong_answers_and_some_cells_are_above_chance():
-    result, retrieved = read_evidence(STORED), []
+def test_maps_have_right_and_wrong_answers_and_some_cells_are_above_chance(result):
+    retrieved = []
     for arm in result.index.arms:
         cells = {}
         for needle in (run.evaluations["needle"] for run in result.at(arm.name, ()).values()):

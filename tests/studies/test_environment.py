@@ -72,9 +72,8 @@ def test_words_for_a_page():
     known = dict.fromkeys(("difftransformer", "python", "torch", "transformers", "platform"), "1")
     where = Environment(**known, processor="CPU X", device="cpu", threads=2)
     assert where.where == "cpu (CPU X, 2 threads) by difftransformer 1"
-    where = Environment(
-        **known, processor="CPU X", device="cpu", threads=1, commit="0123456789abcdef-dirty", instruction_set="avx2"
-    )
+    commit = "0123456789abcdef-dirty"
+    where = Environment(**known, processor="CPU X", device="cpu", threads=1, commit=commit, instruction_set="avx2")
     assert where.where == "cpu (CPU X, avx2, 1 thread) by difftransformer 1 (commit 0123456789ab with changes)"
 
 

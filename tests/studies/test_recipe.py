@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from difftransformer.errors import ConfigError
+from difftransformer.model import PRESETS
 from difftransformer.train import TrainingConfig
 from difftransformer_lab.studies import load_recipe, recipe_dict, recipe_from, save_recipe
 
@@ -45,18 +46,9 @@ def test_other_models_and_seeds_change_nothing_else(toy_recipe):
 
 
 def test_overrides(toy_file):
-    recipe = load_recipe(
-        toy_file,
-        [
-            "training.steps=100",
-            "training.optimizer.learning_rate=0.5",
-            "training.context_stages=[[0, 32]]",
-            "model.attention_type=softmax",
-            "evaluation.needle=null",
-            "evaluation.perplexity.windows=6",
-            "name=other",
-        ],
-    )
+    changes = "training.steps=100 training.optimizer.learning_rate=0.5 training.context_stages=[[0,32]] "
+    changes += "model.attention_type=softmax evaluation.needle=null evaluation.perplexity.windows=6 name=other"
+    recipe = load_recipe(toy_file, changes.split())
     assert recipe.training.steps == 100
     assert recipe.training.optimizer.learning_rate == 0.5
     assert recipe.training.context_stages == [(0, 32)]
@@ -69,8 +61,6 @@ def test_overrides(toy_file):
 def test_a_preset_comes_first_and_own_fields_win(toy):
     toy["model"] = {"preset": "tiny", "num_hidden_layers": 3}
     config = recipe_from(toy, source="x").model_config(vocab_size=123)
-    from difftransformer.model import PRESETS
-
     assert config.hidden_size == PRESETS["tiny"].fields["hidden_size"]
     assert (config.num_hidden_layers, config.vocab_size) == (3, 123)
 
@@ -101,12 +91,10 @@ def test_widths_that_processes_can_divide(toy):
     more = {"multiple_of": 2, "match_parameters": "softmax", "attention_type": "diff_v2"}
     recipe = recipe_from(toy | {"model": toy["model"] | more}, source="x")
     assert recipe.model_config(vocab_size=9).intermediate_size % 2 == 0
-    with pytest.raises(
-        ConfigError, match=r"model\.multiple_of=64 makes intermediate_size 320 of 341, .* by 4\.[0-9] %"
-    ):
-        recipe_from(toy | {"model": toy["model"] | {"multiple_of": 64}}, source="x")
-    with pytest.raises(ConfigError, match=r"model\.multiple_of=0: give at least 1"):
-        recipe_from(toy | {"model": toy["model"] | {"multiple_of": 0}}, source="x")
+    makes = r"model\.multiple_of=64 makes intermediate_size 320 of 341, .* by 4\.[0-9] %"
+    for multiple, message in ((64, makes), (0, r"model\.multiple_of=0: give at least 1")):
+        with pytest.raises(ConfigError, match=message):
+            recipe_from(toy | {"model": toy["model"] | {"multiple_of": multiple}}, source="x")
 
 
 BAD = [
@@ -163,6 +151,15 @@ BAD = [
     ("compare.models=[diff, diff]", "compare: models=['diff', 'diff']"),
     ("compare.fields={dex: {}}", "compare: fields.dex: unknown key"),
     ("compare.seeds=0", "compare: seeds=0"),
+    # Overrides that are none.
+    ("training.steps", "--set training.steps: expected KEY=VALUE"),
+    ("training.steps=[", "--set training.steps=[: the value is not valid YAML"),
+    ("name.x=3", "--set name.x=3: name is not a mapping in the recipe"),
+    (
+        "evaluation.icl.data=x",
+        "--set evaluation.icl.data=x: the recipe has no evaluation 'icl'; it has perplexity, needle, allocation",
+    ),
+    ("evaluation.needle=3", "--set evaluation.needle=3: give null to leave a task out"),
 ]
 
 
@@ -170,51 +167,23 @@ BAD = [
 def test_mistakes_are_named(toy_file, override, message):
     with pytest.raises(ConfigError) as error:
         load_recipe(toy_file, [override])
-    assert str(error.value).startswith(f"{toy_file}: {message}")
+    assert str(error.value).startswith(message if message.startswith("--set") else f"{toy_file}: {message}")
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.steps", "--set training.steps: expected KEY=VALUE"),
-        ("training.steps=[", "--set training.steps=[: the value is not valid YAML"),
-        ("name.x=3", "--set name.x=3: name is not a mapping in the recipe"),
-        (
-            "evaluation.icl.data=x",
-            "--set evaluation.icl.data=x: the recipe has no evaluation 'icl'; it has perplexity, needle, allocation",
-        ),
-        ("evaluation.needle=3", "--set evaluation.needle=3: give null to leave a task out"),
-    ],
-)
-def test_overrides_that_are_none(toy_file, override, message):
-    with pytest.raises(ConfigError) as error:
-        load_recipe(toy_file, [override])
-    assert str(error.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no such recipe"),
-        (b"name: [1", "not valid YAML in line 1"),
-        (b"a: b\n\tc: d", "not valid YAML in line 2"),
-        (b"- 1\n- 2", "a recipe is a mapping"),
-        (b"", "a recipe is a mapping"),
-        (b"name: \xff\xfe", "cannot be read"),
-        (b"name: toy", "model: missing (Recipe needs it)"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "no such recipe"), ("a folder", "cannot be read"), (b"name: [1", "not valid YAML in line 1"),
+    (b"a: b\n\tc: d", "not valid YAML in line 2"), (b"- 1\n- 2", "a recipe is a mapping"),
+    (b"", "a recipe is a mapping"), (b"name: \xff\xfe", "cannot be read"),
+    (b"name: toy", "model: missing (Recipe needs it)"),
+])  # fmt: skip
 def test_files_that_are_no_recipe(tmp_path, content, message):
     path = tmp_path / "recipe.yaml"
-    if content is not None:
+    if content == "a folder":
+        path.mkdir()
+    elif content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError) as error:
         load_recipe(path)
     assert str(error.value).startswith(f"{path}: {message}")
     assert "\n" not in str(error.value)
-
-
-def test_a_folder_is_no_recipe(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_recipe(tmp_path)
