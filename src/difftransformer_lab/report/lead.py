@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
+from ..plots.style import Drawing
 from ..results import StudyFigure
 from ..statistics import detectable
 from . import questions, study_figures
@@ -23,19 +24,26 @@ MOST_SEEDS = 30
 
 
 def lead(study: Studied) -> Lead:
+    """Return the words and the table; `draw_lead` draws the picture, which takes a second or more."""
     evidence = study.evidence
-    by_rate = study_figures.draw_transfer(evidence, study.rows)
-    drawing = study_figures.draw_contrasts(study) if evidence.index.plan else by_rate
-    if study.scaling:
-        drawing = study_figures.draw_scaling(evidence, study.scaling)
     deciding, command = what_would_decide(study)
     return Lead(
         answer=plain_answer(study),
         table=questions.verdicts_table(study) if evidence.index.plan else verdicts_table(evidence, study.rows),
-        drawing=drawing or study_figures.draw_arms(evidence, study.rows, leading(evidence)),
         deciding=deciding,
         command=command,
     )
+
+
+def draw_lead(study: Studied) -> Drawing | None:
+    evidence = study.evidence
+    if study.scaling:
+        drawing = study_figures.draw_scaling(evidence, study.scaling)
+    elif evidence.index.plan:
+        drawing = study_figures.draw_contrasts(study)
+    else:
+        drawing = study_figures.draw_transfer(evidence, study.rows)
+    return drawing or study_figures.draw_arms(evidence, study.rows, leading(evidence))
 
 
 def leading(evidence: Evidence) -> list[StudyFigure]:

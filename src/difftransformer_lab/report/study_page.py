@@ -10,7 +10,7 @@ from ..plots.style import Drawing, models_drawn_as
 from . import questions, study_figures, study_tables
 from .answers import answers, brief_explored, changes_words, interval_words, progress_words, shared_words
 from .claims import Judged, judge, read_claims
-from .lead import lead, leading
+from .lead import draw_lead, lead, leading
 from .page import Lead, Page, Said, Section, no_gap, recipe_text, task_section, write_page
 from .reading import Evidence
 from .studied import Studied
@@ -50,7 +50,7 @@ def study_page(study: Studied) -> Page:
     index = evidence.index
     rates = study_tables.rates_table(evidence)
     tuning = [Section(slug="tuning", title="Learning rates", tables=[rates])] if rates else []
-    first = lead(study)
+    first = replace(lead(study), drawing=draw_lead(study))
     sections = [_plan_section(study), *tuning] if index.plan else []
     sections += _result_sections(study)
     if index.upcycling:
