@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 
 from difftransformer import data
-from difftransformer.data import (
-    DataConfig,
-    Document,
-    prepare,
-    prepare_shards,
-    text,
-    writing,
-)
+from difftransformer.data import DataConfig, Document, prepare, prepare_shards, text, writing
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.typed import build
 from tests.support import fresh

@@ -207,10 +207,7 @@ class TestRefusals:
 
 MODELS = {
     "MHA": ({"hidden_size": 32, "num_attention_heads": 8}, {"heads": 4, "groups": 4}),
-    "GQA": (
-        {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4},
-        {"heads": 8, "groups": 2},
-    ),
+    "GQA": ({"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4}, {"heads": 8, "groups": 2}),
     "free head_dim": ({"hidden_size": 32, "num_attention_heads": 4, "head_dim": 6}, {"heads": 2, "groups": 2}),
 }
 

@@ -53,10 +53,7 @@ REFUSED = {
     "negative spread": ({"initializer_range": -1.0}, "initializer_range=-1.0: give a finite number of at least 0"),
     "no number as eps": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5': give a finite number of at least 0"),
     "eps is not a number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: give a finite number of at least 0"),
-    "backend": (
-        {"attn_backend": "foo"},
-        "attn_backend='foo' is unknown; choose one of auto, reference, cpu, ",
-    ),
+    "backend": ({"attn_backend": "foo"}, "attn_backend='foo' is unknown; choose one of auto, reference, cpu, "),
     "activation": ({"hidden_act": "foo"}, "hidden_act='foo' is not an activation of transformers"),
     "no theta": ({"rope_parameters": {"rope_type": "default"}}, "give rope_theta as a number"),
 }

@@ -68,8 +68,7 @@ def greedy_alone(name, window=None):
 
 class TestGreedy:
     @pytest.mark.parametrize(
-        ("name", "window"),
-        [*((name, None) for name in FIELDS), *((name, 4) for name in MODELS), ("diff, 2 groups", 1)],
+        ("name", "window"), [*((name, None) for name in FIELDS), *((name, 4) for name in MODELS), ("diff, 2 groups", 1)]
     )
     def test_padded_batches(self, name, window):
         """The longest prompt is longer than the window, the shortest shorter, and what follows is longer than both."""

@@ -564,8 +564,7 @@ class TestTraining:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["diff", "softmax", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("diff_v2", "grouped_diff"))],
+    "kind", ["diff", "softmax", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("diff_v2", "grouped_diff"))]
 )
 @torch.no_grad()
 def test_compiled_without_a_graph_break(kind):
