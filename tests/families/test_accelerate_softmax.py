@@ -22,23 +22,15 @@ from transformers import (
 from difftransformer import accelerate, restore
 from difftransformer.errors import ConfigError
 from difftransformer.families import attention_function
+from tests.support.tiny_models import VOCABULARY, tokens
 
-VOCABULARY = 61
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 48, "eos_token_id": None, "pad_token_id": 0}
+GROUPED = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "mistral with a window": lambda: MistralConfig(**SIZES, sliding_window=5),
+    "llama": lambda: LlamaConfig(**GROUPED),
+    "qwen2": lambda: Qwen2Config(**GROUPED),
+    "mistral with a window": lambda: MistralConfig(**GROUPED, sliding_window=5),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=None
     ),
@@ -62,10 +54,6 @@ def pair(name):
     fast = copy.deepcopy(model)
     fast.set_attn_implementation("sdpa")
     return model, accelerate(fast)
-
-
-def tokens(*shape, seed=1):
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_close(found, expected, tolerance=1e-5):
@@ -148,9 +136,8 @@ def test_a_part_behind_a_cache_needs_no_mask(masks):
 def test_masks_of_the_caller(form):
     model, fast = pair("llama")
     ids = tokens(2, 9)
-    allowed = (torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(2)) > 0.4) | torch.eye(
-        9, dtype=torch.bool
-    )
+    allowed = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(2)) > 0.4
+    allowed |= torch.eye(9, dtype=torch.bool)
     allowed &= torch.ones(9, 9, dtype=torch.bool).tril()
     additive = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
     found = fast(ids, attention_mask=allowed if form == "bool" else additive).logits
@@ -176,10 +163,7 @@ def test_no_mask_behind_a_cache_where_the_op_cannot_say_the_rest():
 @torch.no_grad()
 def test_both_directions():
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
-    )
-    model = BertModel(config).eval()
+    model = BertModel(BertConfig(**SIZES)).eval()
     model.set_attn_implementation("eager")
     fast = copy.deepcopy(model)
     fast.set_attn_implementation("sdpa")

@@ -50,9 +50,7 @@ def saved(folder, config_class=LlamaConfig, **fields):
     model = classes[config_class](config_class(**BASE | fields)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(
-                1 + 0.3 * torch.randn_like(parameter) if "norm" in name else 0.3 * torch.randn_like(parameter)
-            )
+            parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return model
 
@@ -61,8 +59,14 @@ def ids_of(length=21, rows=2):
     return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.mark.parametrize("to", TARGETS)
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        *((name, to) for name in SOURCES if "mistral" not in name for to in DIFFERENTIAL),
+        ("mistral with a window", "diff"),
+        ("grouped, untied", "softmax"),
+    ],
+)
 def test_same_function_at_the_start(name, to, tmp_path):
     """The stock model's logits, whose norms and rotary tables round to fp32, and its greedy continuation."""
     config_class, fields = SOURCES[name]
@@ -70,11 +74,8 @@ def test_same_function_at_the_start(name, to, tmp_path):
     done = upcycle_folder(tmp_path / "source", tmp_path / "made", to=to)
     ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "made")
     torch.testing.assert_close(ours.double()(ids_of()).logits, stock.double()(ids_of()).logits, rtol=0, atol=2e-5)
-    mine, theirs = (
-        model.generate(ids_of(9), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-        for model in (ours, stock)
-    )
-    assert mine.tolist() == theirs.tolist()
+    greedy = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(ours.generate(ids_of(9), **greedy), stock.generate(ids_of(9), **greedy))
     built = sum(parameter.numel() for parameter in ours.parameters())
     assert done.parameters == built
     assert done.added_parameters == built - sum(parameter.numel() for parameter in stock.parameters())
@@ -138,7 +139,7 @@ def test_everything_new_learns(to, tmp_path):
     assert set(own) >= {name for name, _ in stock.named_parameters() if "self_attn" in name}
 
 
-@pytest.mark.parametrize("matched", DIFFERENTIAL)
+@pytest.mark.parametrize("matched", ["diff", "grouped_diff_v2"])
 def test_the_plain_model_with_as_many_parameters(matched, tmp_path):
     """Wider MLPs that add nothing at the start, and learn: down_proj at once, gate_proj and up_proj after it."""
     fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 37}
