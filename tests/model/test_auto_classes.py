@@ -11,7 +11,11 @@ from tests.support.missing import without
 from tests.support.tiny_models import tiny
 
 ORDERS = {
-    "ours first": "import difftransformer\nfrom transformers import AutoModelForCausalLM",
+    "ours first": """
+import sys, difftransformer, difftransformer.serving
+assert "vllm" not in sys.modules
+from transformers import AutoModelForCausalLM
+""",
     "theirs first": "import transformers, difftransformer\nfrom transformers import AutoModelForCausalLM",
     "theirs loaded first": """
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -25,22 +25,13 @@ CONFIGS = {
     "grouped_diff": {"attention_type": "grouped_diff"},
     "grouped_diff, one key": {"attention_type": "grouped_diff", "num_key_value_heads": 2, "lambda_form": "head"},
     "grouped_diff, own heads": {
-        "attention_type": "grouped_diff",
-        "num_differential_heads": 6,
-        "num_noise_heads": 2,
-        "num_differential_key_value_heads": 1,
-        "value_head_dim": 10,
-        "lambda_form": "token",
+        "attention_type": "grouped_diff", "num_differential_heads": 6, "num_noise_heads": 2, "lambda_form": "token",
+        "num_differential_key_value_heads": 1, "value_head_dim": 10,
     },
     "grouped_diff_v2": {"attention_type": "grouped_diff_v2"},
     "grouped_diff_v2, options": {
-        "attention_type": "grouped_diff_v2",
-        "num_differential_heads": 8,
-        "num_noise_heads": 4,
-        "num_differential_key_value_heads": 2,
-        "value_head_dim": 6,
-        "head_norm": "gain",
-        "lambda_form": "layer",
+        "attention_type": "grouped_diff_v2", "num_differential_heads": 8, "num_noise_heads": 4, "lambda_form": "layer",
+        "num_differential_key_value_heads": 2, "value_head_dim": 6, "head_norm": "gain",
     },
     "grouped_diff_v2, no gate": {"attention_type": "grouped_diff_v2", "output_gate": False},
     "diff by head, no norm": {"lambda_form": "head", "head_norm": "none", "shared_key": True},
@@ -55,7 +46,7 @@ CONFIGS = {
     "grouped_diff_v2, QK norm": {"attention_type": "grouped_diff_v2", "qk_norm": True},
     "dex, QK norm": {"attention_type": "dex", "qk_norm": True, "num_key_value_heads": 1},
     "softmax grouped untied": {"attention_type": "softmax", "num_key_value_heads": 1, "tie_word_embeddings": False},
-}
+}  # fmt: skip
 
 
 def parameters_of(config):

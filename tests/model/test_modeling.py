@@ -29,10 +29,7 @@ SHAPES = {
     "diff, own heads": {"num_differential_heads": 3, "num_differential_key_value_heads": 1, "value_head_dim": 10},
     "diff, value of one map": {"num_differential_heads": 4, "num_differential_key_value_heads": 2, "value_head_dim": 8},
     "diff, odd heads": {
-        "hidden_size": 36,
-        "num_attention_heads": 3,
-        "num_differential_heads": 3,
-        "num_differential_key_value_heads": 3,
+        "hidden_size": 36, "num_attention_heads": 3, "num_differential_heads": 3, "num_differential_key_value_heads": 3,
         "value_head_dim": 12,
     },
     "diff, wide head, theta": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 640_000.0}},
@@ -43,33 +40,24 @@ SHAPES = {
     "grouped_diff, one key": {"attention_type": "grouped_diff", "num_key_value_heads": 2, "tie_word_embeddings": False},
     "grouped_diff, 4:1": {"attention_type": "grouped_diff", "hidden_size": 80, "num_attention_heads": 10},
     "grouped_diff, a key for two noise heads": {
-        "attention_type": "grouped_diff",
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
+        "attention_type": "grouped_diff", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
         "value_head_dim": 12,
     },
     "grouped_diff, own heads": {
-        "attention_type": "grouped_diff",
-        "num_differential_heads": 4,
-        "num_noise_heads": 2,
+        "attention_type": "grouped_diff", "num_differential_heads": 4, "num_noise_heads": 2,
         "num_differential_key_value_heads": 4,
     },
     "grouped_diff_v2": {"attention_type": "grouped_diff_v2"},
     "grouped_diff_v2, 4:1": {"attention_type": "grouped_diff_v2", "hidden_size": 80, "num_attention_heads": 10},
     "grouped_diff_v2, a key for two noise heads": {
-        "attention_type": "grouped_diff_v2",
-        "num_differential_heads": 8,
-        "num_noise_heads": 4,
-        "num_differential_key_value_heads": 2,
-        "value_head_dim": 6,
-        "tie_word_embeddings": False,
+        "attention_type": "grouped_diff_v2", "num_differential_heads": 8, "num_noise_heads": 4,
+        "num_differential_key_value_heads": 2, "value_head_dim": 6, "tie_word_embeddings": False,
     },
     "dex": {"attention_type": "dex"},
     "dex, chosen heads": {"attention_type": "dex", "num_key_value_heads": 2, "dex_heads": [[0, 3], [1, 2]]},
     "softmax": {"attention_type": "softmax"},
     "softmax, grouped": {"attention_type": "softmax", "num_key_value_heads": 2, "tie_word_embeddings": False},
-}
+}  # fmt: skip
 
 
 def expected_logits(model, ids, **kwargs):
