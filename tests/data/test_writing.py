@@ -173,7 +173,7 @@ def test_a_mixture_has_one_bpe_of_all_its_text(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"mixture": [{"source": "a", "weight": 0.0}]}, r"mixture\[0\]: weight=0.0: give a weight above 0, or leave a"),
+        ({"mixture": [{"source": "a", "weight": 0.0}]}, r"\[0\]: weight=0.0: give a weight above 0, or leave a out"),
         ({"mixture": [{"source": "a", "weight": -2}]}, r"mixture\[0\]: weight=-2.0"),
         ({"mixture": [{"source": "a"}, {"source": "a"}]}, r"mixture: a is given twice"),
         ({"mixture": [{"weight": 1.0}]}, r"mixture\[0\].source: missing"),

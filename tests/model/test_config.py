@@ -11,7 +11,10 @@ from tests.support.tiny_models import tiny_config
 COUNTS = {"num_hidden_layers": 0, "num_attention_heads": 0, "hidden_size": 0, "vocab_size": 0, "intermediate_size": 0}
 COUNTS |= {"value_head_dim": -2}
 REFUSED = [
-    ({"hidden_size": 36, "num_attention_heads": 3}, "num_attention_heads=3 is odd: attention_type='diff' makes one"),
+    (
+        {"hidden_size": 36, "num_attention_heads": 3},
+        "num_attention_heads=3 is odd: attention_type='diff' makes one differential head of two heads",
+    ),
     ({"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}, "num_key_value_heads=3 is odd"),
     (
         {"hidden_size": 30},
