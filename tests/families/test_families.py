@@ -19,6 +19,7 @@ from difftransformer.attention import Attention
 from difftransformer.errors import ConfigError
 from difftransformer.families import FAMILIES, REFUSED, DifferentialFields, count_family, family_config, upcycle_folder
 from difftransformer.families.llama import targets
+from tests.model.test_hooks import offload
 from tests.support import fresh
 from tests.support.generation import check_quantized_cache
 from tests.support.oracle import relative_error
@@ -267,20 +268,7 @@ def test_weights_are_there_only_inside_their_modules_call(to, tmp_path):
     """Hooks of offloading and sharding fetch a module's weights when it is called, and drop them afterwards."""
     ours, _ = upcycled(source_model("olmo2"), tmp_path, to)
     expected = ours(ids()).logits
-    for module in ours.modules():
-        for parameter in module.parameters(recurse=False):
-            kept = parameter.detach().clone()
-
-            def fetch(module, *_, parameter=parameter, kept=kept):
-                parameter.data.copy_(kept)
-
-            def drop(module, *_, parameter=parameter):
-                parameter.data.fill_(torch.nan)
-
-            module.register_forward_pre_hook(fetch)
-            module.register_forward_hook(drop)
-            drop(module)
-    assert torch.equal(ours(ids()).logits, expected)
+    assert torch.equal(offload(ours)(ids()).logits, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "phi3"])
@@ -499,8 +487,7 @@ def test_the_card(tmp_path):
         ("qwen3", "diff"),
         *(
             pytest.param(family, to, marks=pytest.mark.slow)
-            for family in ("gemma3_text", "phi3", "mixtral")
-            for to in ("diff", "grouped_diff", "diff_v2")
+            for family, to in (("gemma3_text", "diff"), ("phi3", "grouped_diff"), ("mixtral", "diff_v2"))
         ),
     ],
 )
