@@ -99,8 +99,7 @@ def test_masked_language_model(needs, tmp_path):
     """Trainer teaches the encoder to fill a mask from both sides."""
     needs("accelerate")
     torch.manual_seed(0)
-    network = difftransformer.DiffTransformerForMaskedLM(config(is_causal=False))
-    ids = tokens(16, 12) % 8
+    network, ids = difftransformer.DiffTransformerForMaskedLM(config(is_causal=False)), tokens(16, 12) % 8
     ids[:, 5] = ids[:, 6]  # the masked token is its right neighbour
     masked, labels = ids.clone(), torch.full_like(ids, -100)
     masked[:, 5], labels[:, 5] = 255, ids[:, 5]

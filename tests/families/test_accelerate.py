@@ -121,8 +121,7 @@ class TestLogits:
     @torch.no_grad()
     def test_masks_of_the_caller(self, additive, count_calls):
         """Neither causal nor the same in all rows."""
-        model, fast = pair()
-        ids = tokens(2, 11)
+        (model, fast), ids = pair(), tokens(2, 11)
         mask = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(3)) < 0.6
         mask |= torch.eye(11, dtype=torch.bool)
         if additive:
@@ -132,23 +131,20 @@ class TestLogits:
 
     @torch.no_grad()
     def test_not_causal_without_a_mask(self, count_calls):
-        model, fast = pair()
-        ids = tokens(2, 11)
+        (model, fast), ids = pair(), tokens(2, 11)
         assert_close(fast(ids, is_causal=False).logits, model(ids, is_causal=False).logits)
         assert not any(options["is_causal"] for options in count_calls)
 
     @torch.no_grad()
     def test_long_rope_and_biases(self):
         rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-        model, fast = pair(rope_parameters=rope, attention_bias=True)
-        ids = tokens(1, 90)
+        (model, fast), ids = pair(rope_parameters=rope, attention_bias=True), tokens(1, 90)
         assert_close(fast(ids).logits, model(ids).logits)
 
     @torch.no_grad()
     def test_bf16_is_no_further_from_fp32(self):
         """Errors to the fp32 model, at most twice those of the untouched model in bf16."""
-        model, fast = pair(heads="multi-head")
-        ids = tokens(4, 64)
+        (model, fast), ids = pair(heads="multi-head"), tokens(4, 64)
         expected = model(ids).logits
         error = (model.bfloat16()(ids).logits.float() - expected).abs().max()
         assert (fast.bfloat16()(ids).logits.float() - expected).abs().max() <= 2 * error
@@ -156,8 +152,7 @@ class TestLogits:
 
     @torch.no_grad()
     def test_autocast(self, count_calls):
-        model, fast = pair()
-        ids = tokens(2, 24)
+        (model, fast), ids = pair(), tokens(2, 24)
         expected = model(ids).logits
         with torch.autocast("cpu", torch.bfloat16):
             theirs, ours = model(ids).logits.float(), fast(ids).logits.float()
@@ -174,8 +169,7 @@ class TestThroughTheirOwnCode:
 
     @torch.no_grad()
     def test_maps(self, count_calls):
-        model, fast = pair(implementation="eager")
-        ids = tokens(1, 9)
+        (model, fast), ids = pair(implementation="eager"), tokens(1, 9)
         expected, found = (m(ids, output_attentions=True).attentions for m in (model, fast))
         assert len(found) == 3
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -183,8 +177,7 @@ class TestThroughTheirOwnCode:
 
     @torch.no_grad()
     def test_biased_masks(self, count_calls):
-        model, fast = pair()
-        ids = tokens(1, 9)
+        (model, fast), ids = pair(), tokens(1, 9)
         bias = torch.randn(1, 1, 9, 9, generator=torch.Generator().manual_seed(0))
         by_head = torch.rand(1, 8, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.8
         for mask in (bias, by_head):
@@ -286,8 +279,7 @@ class TestTraining:
 
 class TestInPlace:
     def test_restored_to_the_bit(self):
-        model = llama()
-        ids = tokens(2, 15)
+        model, ids = llama(), tokens(2, 15)
         with torch.no_grad():
             expected = model(ids).logits
         before = [(name, type(m), sorted(vars(m)), id(m)) for name, m in model.named_modules()]
@@ -308,8 +300,7 @@ class TestInPlace:
         assert restore(model) is model
 
     def test_copies_and_pickles_stay_accelerated(self, count_calls):
-        model, fast = pair()
-        ids = tokens(1, 6)
+        (model, fast), ids = pair(), tokens(1, 6)
         for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
             count_calls.clear()
             with torch.no_grad():
@@ -368,8 +359,7 @@ class TestInPlace:
 
     @torch.no_grad()
     def test_compiled_decoding(self):
-        model, fast = pair(layers=1)
-        ids = tokens(2, 12)
+        (model, fast), ids = pair(layers=1), tokens(2, 12)
         expected = model(ids).logits
         cache = StaticCache(model.config, max_cache_len=16)
         fast(ids[:, :8], past_key_values=cache)

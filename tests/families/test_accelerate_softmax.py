@@ -79,8 +79,7 @@ class TestSameOutputs:
     @torch.no_grad()
     @pytest.mark.parametrize("side", ["none", "left", "right"])
     def test_whole_rows(self, name, side, masks):
-        model, fast = pair(name)
-        ids = tokens(3, 17)
+        (model, fast), ids = pair(name), tokens(3, 17)
         mask = torch.ones_like(ids)
         if side != "none":
             mask[1, slice(0, 6) if side == "left" else slice(11, None)] = 0
@@ -92,8 +91,7 @@ class TestSameOutputs:
     @torch.no_grad()
     @pytest.mark.parametrize("kind", ["dynamic", "static"])
     def test_in_parts_over_a_cache(self, name, kind, masks):
-        model, fast = pair(name)
-        ids = tokens(2, 21)
+        (model, fast), ids = pair(name), tokens(2, 21)
         expected = model(ids).logits
         cache = DynamicCache(config=fast.config) if kind == "dynamic" else StaticCache(fast.config, max_cache_len=32)
         begin, found = 0, []
@@ -113,8 +111,7 @@ class TestSameOutputs:
     @torch.no_grad()
     @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
     def test_generation(self, name, options):
-        model, fast = pair(name)
-        ids = tokens(2, 8)
+        (model, fast), ids = pair(name), tokens(2, 8)
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
         given = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, **options}
@@ -134,8 +131,7 @@ def test_a_part_behind_a_cache_needs_no_mask(masks):
 @torch.no_grad()
 @pytest.mark.parametrize("form", ["bool", "additive"])
 def test_masks_of_the_caller(form):
-    model, fast = pair("llama")
-    ids = tokens(2, 9)
+    (model, fast), ids = pair("llama"), tokens(2, 9)
     allowed = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(2)) > 0.4
     allowed |= torch.eye(9, dtype=torch.bool)
     allowed &= torch.ones(9, 9, dtype=torch.bool).tril()
@@ -186,8 +182,7 @@ def test_compiled_whole():
 
 @torch.no_grad()
 def test_low_precision_is_as_close_as_transformers_own():
-    model = network("llama")
-    ids = tokens(2, 40)
+    model, ids = network("llama"), tokens(2, 40)
     expected = model(ids).logits
     low = copy.deepcopy(model).bfloat16()
     theirs = (low(ids).logits.float() - expected).abs().max()

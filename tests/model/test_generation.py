@@ -95,8 +95,7 @@ class TestGreedy:
             assert torch.equal(greedy(model, ids, attention_mask=mask, **way), expected)
 
     def test_beyond_the_chunked_backends_block(self):
-        model = tiny()
-        ids = tokens(1, 120)
+        model, ids = tiny(), tokens(1, 120)
         mask = torch.ones_like(ids)
         mask[0, :30] = 0
         expected = independent_greedy(model, ids[0, 30:], 4)[None]
@@ -105,8 +104,7 @@ class TestGreedy:
 
     @pytest.mark.parametrize("way", ["dynamic", "static"])
     def test_from_embeddings(self, way):
-        model = tiny()
-        ids = tokens(1, 6)
+        model, ids = tiny(), tokens(1, 6)
         embedded = model.get_input_embeddings()(ids).detach()
         mask = torch.ones_like(ids)
         out = model.generate(
@@ -245,8 +243,7 @@ class TestCaches:
     @pytest.mark.parametrize("window", [None, 3])
     def test_packed_documents_beside_a_past(self, cache_kind, window):
         """The cached tokens go on into the first new document, and the second sees neither."""
-        model = tiny(sliding_window=window)
-        ids = tokens(1, 12)
+        model, ids = tiny(sliding_window=window), tokens(1, 12)
         cache = cache_of(cache_kind, model, 17)
         with torch.no_grad():
             model(ids[:, :4], past_key_values=cache)
@@ -257,8 +254,7 @@ class TestCaches:
         assert relative_error(out, torch.cat((first, second), 1)) < TOLERANCE
 
     def test_cache_is_made_only_where_it_is_used(self):
-        model = tiny()
-        ids = tokens(1, 4)
+        model, ids = tiny(), tokens(1, 4)
         assert model(ids).past_key_values.get_seq_length() == 4
         assert model(ids, use_cache=False).past_key_values is None
         assert model.train()(ids).past_key_values is None

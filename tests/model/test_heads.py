@@ -52,9 +52,9 @@ def test_the_twin_is_llama(head):
     """Outputs and loss of the plain Transformer with each head, against Llama's class with the multiplied embedding."""
     fields = {"attention_type": "softmax", "num_key_value_heads": 2, "tie_word_embeddings": False}
     ours = with_head(head, num_labels=3, embedding_multiplier=3.3, **fields)
-    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    fields += ("num_key_value_heads", "pad_token_id", "tie_word_embeddings", "rope_parameters", "num_labels")
-    config = LlamaConfig(rms_norm_eps=1e-5, **{name: getattr(ours.config, name) for name in fields})
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "pad_token_id", "tie_word_embeddings", "rope_parameters", "num_labels")
+    config = LlamaConfig(rms_norm_eps=1e-5, **{name: getattr(ours.config, name) for name in names})
     theirs = getattr(transformers, f"LlamaFor{head}")(config).eval()
     # Llama calls the base model of its question answering `transformer`.
     state = {

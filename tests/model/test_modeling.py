@@ -348,8 +348,7 @@ class TestPackedDocuments:
 class TestLabels:
     @pytest.mark.parametrize("kind", TYPES)
     def test_shifted_cross_entropy(self, kind):
-        model = tiny(attention_type=kind)
-        ids = tokens(2, 7)
+        model, ids = tiny(attention_type=kind), tokens(2, 7)
         labels = ids.clone()
         labels[0, 2:4] = -100
         out = model(ids, labels=labels)
@@ -409,8 +408,7 @@ class TestOutputs:
 
     @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"attention_type": "softmax"}])
     def test_maps(self, fields):
-        model = tiny(implementation="eager", **fields)
-        ids = tokens(2, 9)
+        model, ids = tiny(implementation="eager", **fields), tokens(2, 9)
         mask = torch.ones_like(ids)
         mask[1, :4] = 0
         with torch.no_grad():
@@ -533,16 +531,14 @@ class TestTraining:
     @pytest.mark.parametrize("kind", TYPES)
     def test_low_precision_is_near_fp32(self, kind, dtype):
         """Within some tens of roundings of the dtype: two layers of five products each, over logits of one scale."""
-        model = tiny(attention_type=kind)
-        ids = tokens(2, 15)
+        model, ids = tiny(attention_type=kind), tokens(2, 15)
         expected = expected_logits(model, ids)
         narrow = logits(model.to(dtype), ids)
         assert narrow.dtype == dtype
         assert relative_error(narrow, expected) < 12 * torch.finfo(dtype).eps
 
     def test_autocast(self):
-        model = tiny().train()
-        ids = tokens(2, 15)
+        model, ids = tiny().train(), tokens(2, 15)
         expected = model(ids).logits
         with torch.autocast("cpu", torch.bfloat16):
             out = model(ids, labels=ids)
@@ -582,8 +578,7 @@ def test_one_graph_with_the_cache_that_forward_makes(fields):
 
 @pytest.mark.slow
 def test_an_exported_program_takes_any_length():
-    model = tiny(num_hidden_layers=1)
-    ids = tokens(2, 9)
+    model, ids = tiny(num_hidden_layers=1), tokens(2, 9)
     sizes = {0: Dim("B"), 1: Dim("T")}
     program = torch.export.export(
         model,
