@@ -275,12 +275,6 @@ class TestRefusals:
         message = refusal(tmp_path, ConfigError)
         assert all(word in message for word in words), message
 
-    @pytest.mark.parametrize("norm", ["gain", "plain"])
-    def test_headwise_norm(self, norm, tmp_path):
-        saved(tmp_path / "source")
-        message = refusal(tmp_path, ConfigError, head_norm=norm)
-        assert f"head_norm='{norm}': a headwise norm discards the size of each row" in message
-
     @pytest.mark.parametrize(
         ("options", "words"),
         [
@@ -288,6 +282,8 @@ class TestRefusals:
                 {"to": "grouped"},
                 "--to 'grouped' is unknown; choose one of softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex",
             ),
+            ({"head_norm": "gain"}, "head_norm='gain': a headwise norm discards the size of each row"),
+            ({"head_norm": "plain"}, "head_norm='plain': a headwise norm discards the size of each row"),
             ({"to": "diff+dex"}, "--to 'diff+dex' is unknown; choose one of softmax, diff"),
             ({"to": "softmax+wide"}, "or softmax+TYPE with one of them"),
             ({"to": "diff", "lambda_init": 0.5}, "lambda_init=0.5: the model would not keep its function"),

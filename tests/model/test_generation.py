@@ -102,16 +102,6 @@ class TestGreedy:
         for way in WAYS.values():
             assert torch.equal(greedy(model, ids, 4, attention_mask=mask, **way), expected)
 
-    @pytest.mark.parametrize("way", ["dynamic", "static"])
-    def test_from_embeddings(self, way):
-        model, ids = tiny(), tokens(1, 6)
-        embedded = model.get_input_embeddings()(ids).detach()
-        mask = torch.ones_like(ids)
-        out = model.generate(
-            inputs_embeds=embedded, attention_mask=mask, max_new_tokens=5, do_sample=False, **WAYS[way]
-        )
-        assert torch.equal(out[0], independent_greedy(model, ids[0], 5))
-
     @models
     @pytest.mark.parametrize("window", [None, 4])
     def test_chunked_prefill(self, name, window):
@@ -258,16 +248,6 @@ class TestCaches:
         assert model(ids).past_key_values.get_seq_length() == 4
         assert model(ids, use_cache=False).past_key_values is None
         assert model.train()(ids).past_key_values is None
-
-    @pytest.mark.parametrize("name", FIELDS)
-    def test_static_cache_holds_the_shapes_of_the_layout(self, name):
-        model = tiny(**FIELDS[name])
-        cache = cache_of("static", model, 9)
-        with torch.no_grad():
-            model(tokens(2, 4), past_key_values=cache)
-        layout, layer = model.config.head_layout(), cache.layers[0]
-        assert layer.keys.shape == (2, layout.cache_heads, 9, layout.key_width)
-        assert layer.values.shape == (2, layout.cache_heads, 9, layout.value_width)
 
 
 class TestOtherCaches:

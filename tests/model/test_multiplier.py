@@ -85,15 +85,6 @@ def test_generation():
 
 
 @torch.no_grad()
-def test_assisted_generation():
-    model, ids = multiplied(), tokens(1, 4).repeat(1, 3)
-    mask, assistant = torch.ones_like(ids), multiplied(seed=3, num_hidden_layers=1)
-    expected = greedy(llama(model), ids, 12, attention_mask=mask)
-    for how in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
-        assert torch.equal(greedy(model, ids, 12, attention_mask=mask, **how), expected), how
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("mean_resizing", [True, False])
 def test_more_tokens(tied, mean_resizing):

@@ -209,14 +209,6 @@ def test_accumulation_gives_the_same_losses(tmp_path, train_toy, read_run, plain
         assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-4)
 
 
-def test_accumulation_of_four(tmp_path, train_toy, read_run):
-    found = {}
-    for parts in (1, 4):
-        train_toy(tmp_path / str(parts), accumulation=parts, context_stages=[(0, 64)], steps=2)
-        found[parts] = [line["loss_nats"] for line in read_run(tmp_path / str(parts))[0]]
-    assert found[4] == pytest.approx(found[1], abs=1e-6)
-
-
 def test_gradient_checkpointing_changes_nothing(tmp_path, train_toy, read_run, plain_run):
     train_toy(tmp_path, gradient_checkpointing=True)
     for a, b in zip(read_run(plain_run)[0], read_run(tmp_path)[0], strict=True):
