@@ -25,17 +25,9 @@ from tests.support.generation import check_quantized_cache
 from tests.support.oracle import relative_error
 
 BASE = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
 QWEN = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
 BIASES = {"attention_bias": True, "mlp_bias": True}

@@ -1,28 +1,22 @@
 """Pretrained models made differential: the same function at the start, parameters that learn, refusals that name the cause."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
-from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError
+from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.families import convert_folder, upcycle_folder
 from difftransformer.families.llama import from_llama, targets
 from difftransformer.hub import source_folder
 from difftransformer_lab.evals.drift import measure_drift
+from tests.families import test_convert_refusals as refusals
 
 TARGETS = tuple(targets())
 DIFFERENTIAL = tuple(name for name in TARGETS if name != "softmax")
-BASE = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 64,
-}
+BASE = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3}
+BASE |= {"max_position_embeddings": 64}
 SOURCES = {
     "three heads": (LlamaConfig, {"num_attention_heads": 3, "tie_word_embeddings": True}),
     "grouped, untied": (LlamaConfig, {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}),
@@ -246,15 +240,8 @@ def test_drift_is_measured(to, tmp_path):
     assert drift.mean_kl_nats == pytest.approx(divergence, rel=1e-3)
 
 
-def refusal(tmp_path, error, *, to="diff", **options):
-    before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(error) as caught:
-        upcycle_folder(tmp_path / "source", tmp_path / "made", to=to, **options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-    message = str(caught.value)
-    assert isinstance(caught.value, DiffTransformerError)
-    assert "\n" not in message
-    return message
+def refusal(tmp_path, error, to="diff", **options):
+    return refusals.refusal(tmp_path, error, to=to, convert=upcycle_folder, **options)
 
 
 class TestRefusals:
@@ -270,8 +257,7 @@ class TestRefusals:
     )
     def test_configurations(self, fields, words, tmp_path):
         saved(tmp_path / "source")
-        path = tmp_path / "source" / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        refusals.edit_config(tmp_path / "source", **fields)
         message = refusal(tmp_path, ConfigError)
         assert all(word in message for word in words), message
 
@@ -307,10 +293,8 @@ class TestRefusals:
     def test_tensors(self, tmp_path):
         """By the same road as other conversions, whose refusals `test_convert_refusals.py` has."""
         saved(tmp_path / "source")
-        path = tmp_path / "source" / "model.safetensors"
-        weights = load_file(path)
-        del weights["model.layers.1.self_attn.k_proj.weight"]
-        save_file(weights, path, metadata={"format": "pt"})
+        name = "model.layers.1.self_attn.k_proj.weight"
+        refusals.edit_weights(tmp_path / "source", lambda weights: weights.pop(name))
         assert "layers.1.self_attn.k_proj.weight is missing" in refusal(tmp_path, CheckpointError)
 
     @pytest.mark.parametrize(

@@ -16,18 +16,12 @@ import sys, difftransformer, difftransformer.serving
 assert "vllm" not in sys.modules
 from transformers import AutoModelForCausalLM
 """,
-    "theirs first": "import transformers, difftransformer\nfrom transformers import AutoModelForCausalLM",
     "theirs loaded first": """
 from transformers import AutoConfig, AutoModelForCausalLM
 try:
     AutoConfig.from_pretrained(FOLDER)
 except (ValueError, KeyError):  # transformers alone does not know the model
     import difftransformer
-""",
-    "a model of theirs between": """
-import difftransformer
-from transformers.models.llama import modeling_llama
-from transformers import AutoModelForCausalLM
 """,
     "pipeline between": "import difftransformer\nfrom transformers import AutoModelForCausalLM, pipeline",
 }
