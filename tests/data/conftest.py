@@ -4,8 +4,27 @@ import random
 
 import pytest
 
-from difftransformer.data import Document, Shards, byte_tokenizer, train_bpe
+from difftransformer.data import DataConfig, Document, Shards, byte_tokenizer, train_bpe
 from tests.support.shards import split_documents, write_shards
+
+
+def request(source, folder, **fields):
+    own = {"source": str(source), "tokenizer": "byte", "validation_share": 0.2, "folder": str(folder)}
+    return DataConfig(**own | fields)
+
+
+def stored(shards):
+    """What each example of both splits teaches, sorted: (input, target) pairs, -100 where nothing is learned."""
+    found = []
+    for split in ("train", "validation"):
+        example = []
+        for token, target, flags in (record for part in shards.records[split].parts for record in part.tolist()):
+            example.append((token, target if flags & 1 else -100))
+            if flags & 2:
+                found.append(example)
+                example = []
+        assert not example
+    return sorted(found)
 
 
 def _corpus(documents: int, lines: int) -> list[Document]:

@@ -10,17 +10,10 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from difftransformer.data import (
-    DataConfig,
-    Document,
-    Tokenizer,
-    byte_tokenizer,
-    prepare_shards,
-    read_documents,
-    train_bpe,
-)
+from difftransformer.data import Document, Tokenizer, byte_tokenizer, prepare_shards, read_documents, train_bpe
 from difftransformer.data.chat import DEFAULT_TEMPLATE
 from difftransformer.errors import DataError
+from tests.data.conftest import request, stored
 
 # ChatML, as most chat models write it; and with marks around what the assistant writes.
 PLAIN = (
@@ -84,23 +77,8 @@ def write(path, rows):
 def prepared(tmp_path, tokenizer, rows=None, **options):
     source = tmp_path / "chats.jsonl.gz"
     write(source, [{"messages": messages} for messages in conversations()] if rows is None else rows)
-    config = DataConfig(
-        source=str(source), tokenizer=str(tokenizer), validation_share=0.3, folder=str(tmp_path / "shards")
-    )
+    config = request(source, tmp_path / "shards", tokenizer=str(tokenizer), validation_share=0.3)
     return prepare_shards(config, **options)
-
-
-def stored(shards):
-    """What each conversation teaches: (input, target) pairs, -100 where nothing is learned."""
-    found = []
-    for split in ("train", "validation"):
-        example = []
-        for token, target, flags in (record for part in shards.records[split].parts for record in part.tolist()):
-            example.append((token, target if flags & 1 else -100))
-            if flags & 2:
-                found.append(example)
-                example = []
-    return sorted(found)
 
 
 def by_transformers(folder, template):
@@ -169,8 +147,7 @@ def test_parquet_and_data_sets_give_the_same(tmp_path, monkeypatch, chat_folder)
         shutil.copy(sources[0], tmp_path / "set")
         sources += [f"hf:{tmp_path / 'set'}", f"hf-stream:{tmp_path / 'set'}"]
     for index, source in enumerate(sources):
-        shards = str(tmp_path / f"shards-{index}")
-        config = DataConfig(source=source, tokenizer=str(folder), validation_share=0.3, folder=shards)
+        config = request(source, tmp_path / f"shards-{index}", tokenizer=str(folder), validation_share=0.3)
         assert stored(prepare_shards(config)) == stored(expected)
 
 
@@ -205,15 +182,9 @@ def ask(*roles):
         ({"messages": "hello"}, "give a list of messages"),
         ({"messages": ["hello"]}, "message 1 has the role None"),
         ({"messages": ask("user", "robot")}, "message 2 has the role 'robot'; allowed are system, user, assistant"),
-        (
-            {"messages": [*ask("user"), {"role": "assistant", "content": " "}]},
-            r"message 2 \(assistant\) has the content ' '",
-        ),
+        ({"messages": [*ask("user"), {"role": "assistant", "content": " "}]}, r"2 \(assistant\) has the content ' '"),
         ({"messages": [*ask("user"), {"role": "assistant", "content": None}]}, "has the content None"),
-        (
-            {"messages": [*ask("user"), {**ask("assistant")[0], "tool_calls": [1]}]},
-            "message 2 has tool_calls; only role",
-        ),
+        ({"messages": [*ask("user"), {**ask("assistant")[0], "tool_calls": [1]}]}, "2 has tool_calls; only role"),
         ({"messages": [{"role": "user", "content": "<|im_end|>"}, *ask("assistant")]}, "the user holds '<|im_end|>'"),
         ({"text": "no messages"}, "chats.jsonl.gz:4 holds text, and what comes before it messages; divide"),
     ],

@@ -23,6 +23,7 @@ from difftransformer.data import (
     validation_rows,
 )
 from difftransformer.errors import ConfigError, DataError
+from tests.data.conftest import request, stored
 from tests.support.shards import write_shards
 
 IDS = 50
@@ -65,8 +66,8 @@ def met_in(batch):
 
 def epoch_of(loader):
     """The batches of an epoch, of which the last may begin the next one."""
-    (feed,) = [loader._feed(0, 0)]
-    return feed.per_epoch, [loader.batch(step) for step in range(-(-feed.per_epoch // len(loader.batch(0).input_ids)))]
+    rows = loader._feed(0, 0).per_epoch
+    return rows, [loader.batch(step) for step in range(-(-rows // len(loader.batch(0).input_ids)))]
 
 
 def test_examples_come_back_whole_with_their_targets(tmp_path):
@@ -126,9 +127,8 @@ def test_a_mixture_of_text_and_examples(tmp_path):
     write_shards(tmp_path / "text", text, text, byte_tokenizer())
     examples = examples_of(5, 80, longest=60)
     shards = written(tmp_path / "examples", examples, byte_tokenizer())
-    mixed = Shards.mix(
-        [(SourceConfig(source=part.folder.name), part) for part in (Shards.open(tmp_path / "text"), shards)]
-    )
+    parts = (Shards.open(tmp_path / "text"), shards)
+    mixed = Shards.mix([(SourceConfig(source=part.folder.name), part) for part in parts])
     batches = [loader_of(mixed, rows=2).batch(step) for step in range(20)]
     met = {document for batch in batches for document in met_in(batch) if 257 not in dict(document)}
     of_examples = met & set(map(pairs, examples))
@@ -177,28 +177,13 @@ def test_rows_of_ids_and_labels_are_shifted_as_in_transformers(tmp_path, labels)
         rows.append(row)
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    config = DataConfig(
-        source=str(tmp_path), tokenizer=f"ids:{IDS}", validation_share=0.2, folder=str(tmp_path / "shards")
-    )
+    config = request(tmp_path, tmp_path / "shards", tokenizer=f"ids:{IDS}")
     shards = prepare_shards(config)
     assert shards.tokenizer.vocab_size == IDS + 2
-    met = [example for split in ("train", "validation") for example in _stored(shards, split)]
-    expected = [tuple(zip(row["input_ids"][:-1], row.get("labels", row["input_ids"])[1:], strict=True)) for row in rows]
-    assert sorted(met) == sorted(expected)
+    expected = [list(zip(row["input_ids"][:-1], row.get("labels", row["input_ids"])[1:], strict=True)) for row in rows]
+    assert stored(shards) == sorted(expected)
     assert prepare_shards(config).folder == shards.folder
     assert Tokenizer.load(shards.folder / "tokenizer").sha256 == shards.tokenizer.sha256
-
-
-def _stored(shards, split):
-    examples, example = [], []
-    for part in shards.records[split].parts:
-        for ids, target, flags in part.tolist():
-            example.append((ids, target if flags & 1 else -100))
-            if flags & 2:
-                examples.append(tuple(example))
-                example = []
-    assert not example
-    return examples
 
 
 @pytest.mark.parametrize(
@@ -218,9 +203,7 @@ def _stored(shards, split):
 def test_bad_rows_are_named(tmp_path, row, words):
     rows = [{"input_ids": [1, 2]}, row, *[{"input_ids": [1, 2]}] * 9]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    config = DataConfig(
-        source=str(tmp_path / "rows.jsonl"), tokenizer="ids:50", validation_share=0.3, folder=str(tmp_path / "s")
-    )
+    config = request(tmp_path / "rows.jsonl", tmp_path / "s", tokenizer="ids:50", validation_share=0.3)
     with pytest.raises(DataError, match=words) as met:
         prepare_shards(config)
     assert "\n" not in str(met.value)

@@ -32,6 +32,7 @@ from difftransformer.errors import ConfigError, DataError
 EOT = 256
 CONTEXT = 96
 RETRIEVAL = RetrievalMix(share=0.2, max_needles=1, asks=1, digits=1)
+LONG = {"long_tokens": 70, "long_times": 3}
 
 
 def shards_of(documents, *, parts=2):
@@ -72,15 +73,15 @@ def global_batch(shards, step, ranks, **options):
     found = [loader_of(shards, rank=rank, world_size=ranks, **options).batch(step) for rank in range(ranks)]
     assert len({batch.step_targets for batch in found}) == 1
     fields = ("input_ids", "targets", "is_retrieval", "position_ids")
-    joined = [
-        torch.cat([getattr(batch, name) for batch in found]) for name in fields if getattr(found[0], name) is not None
-    ]
+    there = [name for name in fields if getattr(found[0], name) is not None]
+    joined = [torch.cat([getattr(batch, name) for batch in found]) for name in there]
     return [*joined, torch.tensor(found[0].step_targets)]
 
 
-@pytest.mark.parametrize("retrieval", [None, RETRIEVAL])
-@pytest.mark.parametrize("pack", [False, True])
-@pytest.mark.parametrize("long", [{}, {"long_tokens": 70, "long_times": 3}])
+@pytest.mark.parametrize(
+    ("retrieval", "pack", "long"),
+    [(None, False, LONG), (None, True, {}), (RETRIEVAL, False, {}), (RETRIEVAL, True, LONG)],
+)
 def test_ranks_only_slice_the_global_batch(retrieval, pack, long):
     shards = mixture_of(**long)
     options = {"retrieval": retrieval, "pack_documents": pack}
@@ -311,7 +312,6 @@ def test_impossible_sources_are_refused(fields, words):
 def test_a_source_shorter_than_a_window_is_named():
     shards = mixture_of()
     short = shards_of([[1] * 10])
-    with pytest.raises(
-        DataError, match=rf"{short.folder}: the train split has 11 tokens, a window takes {CONTEXT + 1}"
-    ):
+    words = rf"{short.folder}: the train split has 11 tokens, a window takes {CONTEXT + 1}"
+    with pytest.raises(DataError, match=words):
         loader_of(Shards.mix([*shards.sources, (SourceConfig(source="short"), short)]))

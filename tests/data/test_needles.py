@@ -31,6 +31,11 @@ def stream(tokenizer, corpus):
     return stream_of(tokenizer, corpus)
 
 
+@pytest.fixture(scope="module")
+def bpe_stream(bpe, corpus):
+    return stream_of(bpe, corpus)
+
+
 def scale(tokenizer):
     """Contexts of bytes must be longer to hold as much."""
     return 4 if tokenizer.vocab_size == 258 else 1
@@ -79,10 +84,9 @@ def test_a_training_row_is_full_and_asks_back_its_needles(tokenizer, stream, see
     assert all(len(number) == 5 for _, number in needles)
 
 
-def test_counts_of_needles_and_questions_are_drawn_from_their_ranges(bpe, corpus):
-    stream = stream_of(bpe, corpus)
+def test_counts_of_needles_and_questions_are_drawn_from_their_ranges(bpe, bpe_stream):
     counts = [
-        [len(part) for part in needles_and_questions(bpe.decode(train_row(bpe, stream, seed, context_tokens=400)))]
+        [len(part) for part in needles_and_questions(bpe.decode(train_row(bpe, bpe_stream, seed, context_tokens=400)))]
         for seed in range(150)
     ]
     assert {needles for needles, _ in counts} == {1, 2, 3}
@@ -90,7 +94,7 @@ def test_counts_of_needles_and_questions_are_drawn_from_their_ranges(bpe, corpus
     # Each question is drawn anew, so one document asks now one needle several times and now several needles.
     kinds = set()
     for seed in range(60):
-        row = train_row(bpe, stream, seed, context_tokens=400, min_needles=3)
+        row = train_row(bpe, bpe_stream, seed, context_tokens=400, min_needles=3)
         _, asked = needles_and_questions(bpe.decode(row))
         kinds.add((len(asked), len(set(asked))))
     assert {(1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3)} <= kinds
@@ -110,12 +114,11 @@ def test_a_dense_document_fills_its_room_with_questions(tokenizer, stream):
     assert 0.3 < np.mean(dense) < 0.7
 
 
-def test_terse_documents_keep_city_and_number_and_the_wording_within_a_document(bpe, corpus):
-    stream = stream_of(bpe, corpus)
+def test_terse_documents_keep_city_and_number_and_the_wording_within_a_document(bpe, bpe_stream):
     wordings = set()
     is_full = []
     for seed in range(150):
-        text = bpe.decode(train_row(bpe, stream, seed, min_needles=2, terse=0.5))
+        text = bpe.decode(train_row(bpe, bpe_stream, seed, min_needles=2, terse=0.5))
         found = re.findall(rf"^(.*?) ({'|'.join(CITIES_SEEN)})(\D*)(\d{{5}})$", text, re.MULTILINE)
         pairs = [(city, number) for _, city, _, number in found]
         assert len({(before, after) for before, _, after, _ in found}) == 1
@@ -128,12 +131,11 @@ def test_terse_documents_keep_city_and_number_and_the_wording_within_a_document(
     assert 0.42 < np.mean(is_full) < 0.7
 
 
-def test_a_short_context_holds_fewer_needles(bpe, corpus):
-    stream = stream_of(bpe, corpus)
+def test_a_short_context_holds_fewer_needles(bpe, bpe_stream):
     counts = set()
     for seed in range(60):
         needles, asked = needles_and_questions(
-            bpe.decode(train_row(bpe, stream, seed, context_tokens=150, max_needles=40, asks=40))
+            bpe.decode(train_row(bpe, bpe_stream, seed, context_tokens=150, max_needles=40, asks=40))
         )
         counts.add(len(needles))
         assert asked
@@ -170,14 +172,13 @@ def test_needles_have_the_tokens_of_the_whole_text(tokenizer):
         assert len(continuation) == answer_tokens(len(answer))
 
 
-def test_numbers_of_training_and_evaluation_are_disjoint(bpe, corpus):
-    stream = stream_of(bpe, corpus)
+def test_numbers_of_training_and_evaluation_are_disjoint(bpe, bpe_stream):
     trained, asked = set(), set()
     for seed in range(700):
-        text = bpe.decode(train_row(bpe, stream, seed, max_needles=4, min_needles=4, digits=3))
+        text = bpe.decode(train_row(bpe, bpe_stream, seed, max_needles=4, min_needles=4, digits=3))
         trained |= {number for _, number in SENTENCE.findall(text)}
     for seed in range(80):
-        question = evaluate(bpe, stream, seed=seed, digits=3, needles=4)
+        question = evaluate(bpe, bpe_stream, seed=seed, digits=3, needles=4)
         asked |= {number for _, number in SENTENCE.findall(bpe.decode(question.prompts[0]))}
     assert not trained & asked
     reserved = {f"{number:03d}" for number in range(1000) if is_reserved(3, number)}
@@ -246,12 +247,11 @@ def test_an_evaluation_document_holds_every_needle_once_at_its_place(tokenizer, 
             assert abs((start - 1) - depth * (query - 1 - needle)) <= max(16, query / 64) + needle
 
 
-def test_depths_are_right_on_average(bpe, corpus):
-    stream = stream_of(bpe, corpus)
+def test_depths_are_right_on_average(bpe, bpe_stream):
     for depth in (0.25, 0.5, 0.75):
         met = []
         for seed in range(60):
-            question = evaluate(bpe, stream, seed=seed, depth=depth, needles=6)
+            question = evaluate(bpe, bpe_stream, seed=seed, depth=depth, needles=6)
             start, end = question.spans[0]
             met.append((start - 1) / (question.query_starts[0] - 1 - (end - start)))
         assert np.mean(met) == pytest.approx(depth, abs=0.01)
@@ -271,11 +271,10 @@ def test_text_without_line_ends_still_puts_needles_on_lines_of_their_own(tokeniz
     assert asked
 
 
-def test_documents_are_drawn_afresh_from_the_seed_and_the_filler_is_the_corpus(bpe, corpus):
-    stream = stream_of(bpe, corpus)
-    one = evaluate(bpe, stream, seed=1)
-    assert one == evaluate(bpe, stream, seed=1)
-    assert one.prompts != evaluate(bpe, stream, seed=2).prompts
+def test_documents_are_drawn_afresh_from_the_seed_and_the_filler_is_the_corpus(bpe, bpe_stream, corpus):
+    one = evaluate(bpe, bpe_stream, seed=1)
+    assert one == evaluate(bpe, bpe_stream, seed=1)
+    assert one.prompts != evaluate(bpe, bpe_stream, seed=2).prompts
     filler = SENTENCE.sub("", bpe.decode(one.prompts[0]))
     lines = [line for line in filler.splitlines()[3:-3] if len(line) > 20]
     everything = "".join(document.text for document in corpus)
@@ -283,60 +282,59 @@ def test_documents_are_drawn_afresh_from_the_seed_and_the_filler_is_the_corpus(b
     assert np.mean([line in everything for line in lines]) > 0.9
 
 
-def test_unseen_cities_are_used_when_asked_for(bpe, corpus):
-    stream = stream_of(bpe, corpus)
+def test_unseen_cities_are_used_when_asked_for(bpe, bpe_stream):
     names = set()
     for seed in range(40):
-        question = evaluate(bpe, stream, seed=seed, cities=CITIES_UNSEEN)
+        question = evaluate(bpe, bpe_stream, seed=seed, cities=CITIES_UNSEEN)
         names |= {city for city, _ in SENTENCE.findall(bpe.decode(question.prompts[0]))}
     assert names <= set(CITIES_UNSEEN)
     assert len(names) > 15
 
 
-def test_a_document_longer_than_the_context_says_how_much_it_needs(bpe, corpus):
-    stream = stream_of(bpe, corpus)
+def test_a_document_longer_than_the_context_says_how_much_it_needs(bpe, bpe_stream):
     settings = {"min_needles": 3, "max_needles": 3}
     with pytest.raises(
         DataError, match=r"longer than the context: 3 needles and 1 question take (\d+).*has 65"
     ) as caught:
-        train_row(bpe, stream, 0, context_tokens=64, **settings)
+        train_row(bpe, bpe_stream, 0, context_tokens=64, **settings)
     needed = int(re.search(r"take (\d+)", str(caught.value)).group(1))
-    assert len(train_row(bpe, stream, 0, context_tokens=needed - 1, **settings)) == needed
+    assert len(train_row(bpe, bpe_stream, 0, context_tokens=needed - 1, **settings)) == needed
     with pytest.raises(DataError, match="longer than the context"):
-        train_row(bpe, stream, 0, context_tokens=needed - 2, **settings)
+        train_row(bpe, bpe_stream, 0, context_tokens=needed - 2, **settings)
     most = needle_document_tokens(bpe, needles=3, asks=1, digits=5, cities=CITIES_SEEN)
     for seed in range(30):
-        assert len(train_row(bpe, stream, seed, context_tokens=most - 1, **settings)) == most
+        assert len(train_row(bpe, bpe_stream, seed, context_tokens=most - 1, **settings)) == most
     with pytest.raises(DataError, match=r"longer than the context: 4 needles and 1 question take \d+ .*has 100"):
-        evaluate(bpe, stream, length_tokens=100)
+        evaluate(bpe, bpe_stream, length_tokens=100)
 
 
-def test_impossible_requests_are_refused(bpe, corpus):
-    stream = stream_of(bpe, corpus)
-    for digits in (0, 10):
-        with pytest.raises(ConfigError, match=f"digits is {digits}; a magic number has 1 to 9 digits"):
-            train_row(bpe, stream, 0, digits=digits)
-    with pytest.raises(ConfigError, match="needles from 0 to 3: allowed are 1 <= fewest <= most <= 64"):
-        train_row(bpe, stream, 0, min_needles=0)
-    with pytest.raises(ConfigError, match="needles from 1 to 65"):
-        train_row(bpe, stream, 0, max_needles=65)
-    with pytest.raises(ConfigError, match="0 questions"):
-        train_row(bpe, stream, 0, asks=0)
-    with pytest.raises(ConfigError, match=r"depth is 1\.5; it must lie between 0"):
-        evaluate(bpe, stream, depth=1.5)
-    with pytest.raises(ConfigError, match="asked is 3 of 2 needles"):
-        evaluate(bpe, stream, needles=2, asked=3)
-    with pytest.raises(ConfigError, match="needles of 1 digits: only 1 are kept"):
-        evaluate(bpe, stream, digits=1)
+def test_impossible_requests_are_refused(bpe, bpe_stream):
+    def trains(**changes):
+        train_row(bpe, bpe_stream, 0, **changes)
+
+    def asks(**changes):
+        evaluate(bpe, bpe_stream, **changes)
+
+    for made, changes, words in (
+        (trains, {"digits": 0}, "digits is 0; a magic number has 1 to 9 digits"),
+        (trains, {"digits": 10}, "digits is 10; a magic number has 1 to 9 digits"),
+        (trains, {"min_needles": 0}, "needles from 0 to 3: allowed are 1 <= fewest <= most <= 64"),
+        (trains, {"max_needles": 65}, "needles from 1 to 65"),
+        (trains, {"asks": 0}, "0 questions"),
+        (asks, {"depth": 1.5}, r"depth is 1\.5; it must lie between 0"),
+        (asks, {"needles": 2, "asked": 3}, "asked is 3 of 2 needles"),
+        (asks, {"digits": 1}, "needles of 1 digits: only 1 are kept"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            made(**changes)
     with pytest.raises(DataError, match="the token stream is empty"):
-        train_row(bpe, stream[:0], 0)
+        train_row(bpe, bpe_stream[:0], 0)
 
 
 def test_numbers_that_all_occur_in_the_text_are_refused(bpe):
     stream = np.array(bpe.encode("".join(f"{number:03d}\n" for number in range(1000))))
-    with pytest.raises(
-        DataError, match=r"20 draws of 4 all occur in .* tokens of corpus text as well; use more digits"
-    ):
+    words = r"20 draws of 4 all occur in .* tokens of corpus text as well; use more digits"
+    with pytest.raises(DataError, match=words):
         evaluate(bpe, stream, digits=3, length_tokens=5000)
     assert evaluate(bpe, stream, digits=2, length_tokens=5000).answers
 
@@ -345,12 +343,9 @@ def test_a_tokenizer_with_merged_digits_gives_exact_lengths_too(corpus):
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    settings = {"vocab_size": 500, "special_tokens": ["</s>"], "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(**settings, initial_alphabet=alphabet)
     numbers = " ".join(str(number * number) for number in range(3000))
     backend.train_from_iterator([corpus[0].text, numbers], trainer)
     tokenizer = Tokenizer(backend, end_of_text="</s>", pad="</s>")

@@ -9,33 +9,22 @@ import pytest
 
 from difftransformer.data import DataConfig, iter_documents, prepare, prepare_shards
 from difftransformer.errors import ConfigError, DataError
-
-
-def request(text, tmp_path, **fields):
-    return DataConfig(
-        **{
-            "source": str(text),
-            "tokenizer": "byte",
-            "validation_share": 0.2,
-            "folder": str(tmp_path / "shards"),
-            **fields,
-        }
-    )
+from tests.data.conftest import request
 
 
 def test_the_same_request_is_tokenised_once(text, tmp_path):
-    first = prepare_shards(request(text, tmp_path))
+    first = prepare_shards(request(text, tmp_path / "shards"))
     stamp = (first.folder / "train-00000.bin").stat().st_mtime_ns
-    again = prepare_shards(request(text, tmp_path))
+    again = prepare_shards(request(text, tmp_path / "shards"))
     assert again.folder == first.folder
     assert (again.folder / "train-00000.bin").stat().st_mtime_ns == stamp
 
 
 def test_changed_text_and_changed_requests_get_shards_of_their_own(text, tmp_path):
-    first = prepare_shards(request(text, tmp_path))
-    other_split = prepare_shards(request(text, tmp_path, split_seed=1))
+    first = prepare_shards(request(text, tmp_path / "shards"))
+    other_split = prepare_shards(request(text, tmp_path / "shards", split_seed=1))
     (text / "00.txt").write_text("something else entirely\n", encoding="utf-8")
-    changed = prepare_shards(request(text, tmp_path))
+    changed = prepare_shards(request(text, tmp_path / "shards"))
     assert len({first.folder, other_split.folder, changed.folder}) == 3
     held_out = first.text_bytes("validation") + first.text_bytes("train")
     assert b"something else" in changed.text_bytes("validation") + changed.text_bytes("train")
@@ -43,8 +32,8 @@ def test_changed_text_and_changed_requests_get_shards_of_their_own(text, tmp_pat
 
 
 def test_needle_words_become_tokens(text, tmp_path):
-    plain = prepare_shards(request(text, tmp_path, tokenizer="bpe", vocab_size=400))
-    taught = prepare_shards(request(text, tmp_path, tokenizer="bpe", vocab_size=400, needle_words=50))
+    plain = prepare_shards(request(text, tmp_path / "shards", tokenizer="bpe", vocab_size=400))
+    taught = prepare_shards(request(text, tmp_path / "shards", tokenizer="bpe", vocab_size=400, needle_words=50))
     sentence = "\nThe special magic Lisbon number is: 42"
     assert len(taught.tokenizer.encode(sentence)) < len(plain.tokenizer.encode(sentence))
     assert b"magic" not in taught.text_bytes("train")
@@ -64,7 +53,7 @@ def test_impossible_requests_are_refused(fields, words):
 
 
 def test_the_request_is_recorded_without_its_place(text, tmp_path):
-    config = request(text, tmp_path)
+    config = request(text, tmp_path / "shards")
     recorded = prepare_shards(config).manifest.request
     expected = dataclasses.asdict(config)
     del expected["folder"], expected["mixture"], expected["options"]
@@ -87,14 +76,14 @@ def count_reads(monkeypatch):
 def test_unchanged_text_is_not_read_again(text, tmp_path, monkeypatch):
     monkeypatch.setattr("difftransformer.data.text._RECENT_SECONDS", 0)
     reads = count_reads(monkeypatch)
-    first = prepare_shards(request(text, tmp_path))
-    assert prepare_shards(request(text, tmp_path)).folder == first.folder
+    first = prepare_shards(request(text, tmp_path / "shards"))
+    assert prepare_shards(request(text, tmp_path / "shards")).folder == first.folder
     assert len(reads) == 1
     os.utime(text / "00.txt", (1, 1))  # touched, but the same text: read once more, then known again
     for _ in range(2):
-        assert prepare_shards(request(text, tmp_path)).folder == first.folder
+        assert prepare_shards(request(text, tmp_path / "shards")).folder == first.folder
     assert len(reads) == 2
-    prepare_shards(request(text, tmp_path, split_seed=1))
+    prepare_shards(request(text, tmp_path / "shards", split_seed=1))
     assert len(reads) == 3
 
 
@@ -110,19 +99,19 @@ def test_unchanged_text_is_not_read_again(text, tmp_path, monkeypatch):
 )
 def test_any_change_of_the_files_is_seen(text, tmp_path, monkeypatch, change):
     monkeypatch.setattr("difftransformer.data.text._RECENT_SECONDS", 0)
-    first = prepare_shards(request(text, tmp_path))
+    first = prepare_shards(request(text, tmp_path / "shards"))
     change(text)
-    assert prepare_shards(request(text, tmp_path)).folder != first.folder
+    assert prepare_shards(request(text, tmp_path / "shards")).folder != first.folder
 
 
 def test_shards_stand_for_a_text_that_is_missing(text, tmp_path):
-    first = prepare_shards(request(text, tmp_path))
+    first = prepare_shards(request(text, tmp_path / "shards"))
     (tmp_path / "shards").rename(tmp_path / "there")
     text.rename(tmp_path / "moved")
-    again = prepare_shards(request(text, tmp_path, folder=str(tmp_path / "there")))
+    again = prepare_shards(request(text, tmp_path / "there"))
     assert again.manifest == first.manifest
     with pytest.raises(DataError, match="text': no such file or folder"):
-        prepare_shards(request(text, tmp_path, folder=str(tmp_path / "there"), split_seed=1))
+        prepare_shards(request(text, tmp_path / "there", split_seed=1))
 
 
 def same_size_and_time(path):
@@ -138,17 +127,17 @@ def test_files_that_have_just_changed_are_always_read(text, tmp_path, monkeypatc
     """Another change within the resolution of the file system's clock would leave size and times as they are."""
     reads = count_reads(monkeypatch)
     for _ in range(2):
-        prepare_shards(request(text, tmp_path))
+        prepare_shards(request(text, tmp_path / "shards"))
     assert len(reads) == 2
 
 
 def test_shards_of_an_older_release_are_used(text, tmp_path, monkeypatch):
-    first = prepare_shards(request(text, tmp_path))
+    first = prepare_shards(request(text, tmp_path / "shards"))
     path = first.folder / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["source_state"]
     path.write_text(json.dumps(manifest))
     stamp = (first.folder / "train-00000.bin").stat().st_mtime_ns
-    again = prepare_shards(request(text, tmp_path))
+    again = prepare_shards(request(text, tmp_path / "shards"))
     assert again.folder == first.folder
     assert (again.folder / "train-00000.bin").stat().st_mtime_ns == stamp

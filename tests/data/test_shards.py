@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftransformer.data import (
-    Document,
-    Shards,
-    TokenStream,
-    byte_tokenizer,
-    shards,
-    writing,
-)
+from difftransformer.data import Document, Shards, TokenStream, byte_tokenizer, shards, writing
 from difftransformer.errors import ConfigError, DataError
 from tests.support.shards import split_documents, write_shards
 

@@ -9,18 +9,14 @@ from importlib.util import find_spec
 import fsspec
 import pytest
 
-from difftransformer.data import DataConfig, Shards, SourceConfig, prepare, prepare_shards
+from difftransformer.data import Shards, SourceConfig, prepare, prepare_shards
 from difftransformer.data.shards import MANIFEST_FILE
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.progress import shown_by
 from difftransformer.stores import local_copy
 from difftransformer_lab.cli.main import main
+from tests.data.conftest import request
 from tests.support import fresh
-
-
-def request(text, folder, **fields):
-    own = {"source": str(text), "tokenizer": "byte", "validation_share": 0.2}
-    return DataConfig(**{**own, "folder": str(folder), **fields})
 
 
 def contents(folder):
@@ -64,9 +60,8 @@ def test_the_command_writes_there_what_training_reads_elsewhere(store, text, tmp
         assert opened.manifest == local.manifest
         assert opened.text_bytes("train") == local.text_bytes("train")
         assert contents(opened.folder) == contents(local.folder)
-    with pytest.raises(
-        DataError, match=r"text is missing, and .*/shards holds no shards of this request; run difftransf"
-    ):
+    words = r"text is missing, and .*/shards holds no shards of this request; run difftransf"
+    with pytest.raises(DataError, match=words):
         prepare_shards(request(text, f"{store}/shards", split_seed=1))
 
 
@@ -103,9 +98,8 @@ def test_what_was_made_and_not_copied_is_not_made_again(store, text, monkeypatch
         put(self, path, there, **options)
 
     monkeypatch.setattr(type(fs), "put_file", put_file)
-    with pytest.raises(
-        DataError, match=r"/shards/\w{12}: cannot be written \(not allowed\); check the store and its keys$"
-    ):
+    words = r"/shards/\w{12}: cannot be written \(not allowed\); check the store and its keys$"
+    with pytest.raises(DataError, match=words):
         prepare_shards(request(text, f"{store}/shards"))
     assert not any(path.endswith("manifest.json") for path in fs.find(root))
     broken.clear()
@@ -143,9 +137,8 @@ def test_a_copy_that_is_damaged_is_made_again(stored, tmp_path):
 def test_another_index_is_another_copy(stored):
     first = Shards.open(stored)
     fs, root = fsspec.core.url_to_fs(stored)
-    fs.pipe_file(
-        f"{root}/manifest.json", contents_there(stored)["manifest.json"].replace(b'"source": "', b'"source": "of ')
-    )
+    manifest = contents_there(stored)["manifest.json"]
+    fs.pipe_file(f"{root}/manifest.json", manifest.replace(b'"source": "', b'"source": "of '))
     second = Shards.open(stored)
     assert second.manifest.source == f"of {first.manifest.source}"
     assert second.folder != first.folder
@@ -159,9 +152,8 @@ def test_damaged_and_partial_shards_are_refused_and_leave_no_copy(stored, tmp_pa
     with pytest.raises(DataError, match=f"^{stored}/train-00000.bin: wrong checksum: expected sha256 [^\n]*$"):
         Shards.open(stored)
     fs.rm_file(f"{root}/train-00000.bin")
-    with pytest.raises(
-        DataError, match=f"^{stored}/train-00000.bin: the file is missing, but the manifest lists it[^\n]*$"
-    ):
+    words = f"^{stored}/train-00000.bin: the file is missing, but the manifest lists it[^\n]*$"
+    with pytest.raises(DataError, match=words):
         Shards.open(stored)
     fs.rm_file(f"{root}/manifest.json")
     with pytest.raises(DataError, match=rf"^{stored}/manifest.json: not found \([^\n]*\); check the URL$"):
@@ -211,9 +203,8 @@ def test_a_store_without_its_package():
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_a_bucket_that_is_missing_or_closed(store, text):
     for place in ("s3://bukcet/shards", "s3://bukcet"):
-        with pytest.raises(
-            DataError, match=rf"^{place}: not found \(The specified bucket does not exist\); check the URL$"
-        ):
+        words = rf"^{place}: not found \(The specified bucket does not exist\); check the URL$"
+        with pytest.raises(DataError, match=words):
             prepare_shards(request(text, place))
     assert not fsspec.filesystem("s3").exists("bukcet")
     address = f"{fsspec.config.conf['s3']['endpoint_url']}/moto-api/reset-auth"
@@ -223,10 +214,9 @@ def test_a_bucket_that_is_missing_or_closed(store, text):
         urllib.request.urlopen(post).close()
 
     allow(b"0")
+    words = rf"^{store}: cannot be read \(The AWS Access Key .*\); check the store and its keys$"
     try:
-        with pytest.raises(
-            DataError, match=rf"^{store}: cannot be read \(The AWS Access Key .*\); check the store and its keys$"
-        ):
+        with pytest.raises(DataError, match=words):
             prepare_shards(request(text, store))
     finally:
         allow(b"inf")
@@ -242,7 +232,7 @@ READER = """
 
 @pytest.mark.parametrize("store", ["local"], indirect=True)
 def test_processes_of_a_machine_share_a_copy(stored, tmp_path):
-    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "DIFFTRANSFORMER_LAZY": "1"}
     processes = [fresh.Fresh(READER, stored, **environment) for _ in range(3)]
     done = [process.finish() for process in processes]
     assert [one.returncode for one in done] == [0, 0, 0], done

@@ -12,16 +12,10 @@ import numpy as np
 import pytest
 
 from difftransformer import data
-from difftransformer.data import (
-    DataConfig,
-    Document,
-    prepare,
-    prepare_shards,
-    text,
-    writing,
-)
+from difftransformer.data import DataConfig, Document, prepare, prepare_shards, text, writing
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.typed import build
+from tests.data.conftest import request
 from tests.support import fresh
 from tests.support.shards import split_documents, write_shards
 
@@ -46,12 +40,6 @@ def lines_file(path, documents, *, seed=0, chat=False):
     return path
 
 
-def request(path, folder, **fields):
-    return DataConfig(
-        **{"source": str(path), "tokenizer": "byte", "validation_share": 0.2, "folder": str(folder), **fields}
-    )
-
-
 def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
 
@@ -64,9 +52,8 @@ def test_one_pass_writes_what_two_lists_give(tmp_path, corpus, bpe):
     for document in corpus:
         (source / f"{document.name}.txt").write_text(document.text, encoding="utf-8")
     bpe.save(tmp_path / "tokenizer")
-    config = request(
-        source, tmp_path / "shards", tokenizer=str(tmp_path / "tokenizer"), validation_share=0.3, split_seed=1
-    )
+    fields = {"tokenizer": str(tmp_path / "tokenizer"), "validation_share": 0.3, "split_seed": 1}
+    config = request(source, tmp_path / "shards", **fields)
     names = [document.name + ".txt" for document in corpus]
     renamed = [Document(name, document.text) for name, document in zip(names, corpus, strict=True)]
     train, validation = split_documents(renamed, validation_share=0.3, seed=1)
@@ -81,8 +68,7 @@ class Stopped(BaseException):
     """Stands for Ctrl-C."""
 
 
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("fault", ["stop", "bad line"])
+@pytest.mark.parametrize(("fault", "chat"), [("stop", False), ("bad line", True)])
 def test_what_is_not_complete_is_begun_again(tmp_path, monkeypatch, chat, fault):
     path = lines_file(tmp_path / "a.jsonl", 120, chat=chat)
     whole = prepare_shards(request(path, tmp_path / "whole"))
@@ -129,7 +115,8 @@ KILLED = """
 
 def test_a_killed_process_leaves_nothing_that_counts(tmp_path):
     path = lines_file(tmp_path / "a.jsonl", 120)
-    assert fresh.Fresh(KILLED, path, tmp_path / "shards", 40).finish(timeout=500).returncode == -9
+    killed = fresh.Fresh(KILLED, path, tmp_path / "shards", 40, DIFFTRANSFORMER_LAZY="1")
+    assert killed.finish(timeout=500).returncode == -9
     assert list((tmp_path / "shards").glob("making-*/train-00001.bin"))
     again = prepare_shards(request(path, tmp_path / "shards"))
     assert contents(again.folder) == contents(prepare_shards(request(path, tmp_path / "whole")).folder)
@@ -186,10 +173,7 @@ def test_a_mixture_has_one_bpe_of_all_its_text(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (
-            {"mixture": [{"source": "a", "weight": 0.0}]},
-            r"mixture\[0\]: weight=0.0: give a weight above 0, or leave a out",
-        ),
+        ({"mixture": [{"source": "a", "weight": 0.0}]}, r"\[0\]: weight=0.0: give a weight above 0, or leave a out"),
         ({"mixture": [{"source": "a", "weight": -2}]}, r"mixture\[0\]: weight=-2.0"),
         ({"mixture": [{"source": "a"}, {"source": "a"}]}, r"mixture: a is given twice"),
         ({"mixture": [{"weight": 1.0}]}, r"mixture\[0\].source: missing"),
@@ -204,9 +188,7 @@ def test_impossible_mixtures_are_refused(tmp_path, fields, words):
 def test_an_empty_or_missing_source_of_a_mixture_is_named(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     for name, words in (("empty.jsonl", "empty.jsonl: the file is empty"), ("none.txt", "no such file or folder")):
-        config = recipe_mixture(
-            tmp_path, mixture=[{"source": str(tmp_path / "a.jsonl")}, {"source": str(tmp_path / name)}]
-        )
+        config = recipe_mixture(tmp_path, mixture=[{"source": str(tmp_path / one)} for one in ("a.jsonl", name)])
         with pytest.raises(DataError, match=words) as caught:
             prepare_shards(config)
         assert name in str(caught.value)
@@ -246,7 +228,8 @@ def test_memory_does_not_grow_with_the_text(tmp_path, suffix):
     for megabytes in (20, 100):
         path = tmp_path / f"{megabytes}.{suffix}"
         path.write_text(line * (megabytes * 2**20 // len(line)), encoding="utf-8")
-        found = fresh.Fresh(MEMORY, path, tmp_path / f"shards-{megabytes}").finish(timeout=500)
+        process = fresh.Fresh(MEMORY, path, tmp_path / f"shards-{megabytes}", DIFFTRANSFORMER_LAZY="1")
+        found = process.finish(timeout=500)
         assert found.returncode == 0, found.stderr
         peaks.append(int(found.stdout.split()[-1]) / 1024)
     # How many batches are under way at once differs by some 20 MiB. Text or tokens that were held would add 80 or more.

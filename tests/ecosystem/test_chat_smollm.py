@@ -4,7 +4,8 @@ import json
 
 from transformers import AutoTokenizer
 
-from difftransformer.data import DataConfig, prepare_shards
+from difftransformer.data import prepare_shards
+from tests.data.conftest import request, stored
 
 WRITTEN = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
 MARKED = (
@@ -29,15 +30,7 @@ def test_the_answers_of_a_published_template(smollm, tmp_path):
     ]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
-    config = DataConfig(source=str(path), tokenizer=str(smollm), validation_share=0.3, folder=str(tmp_path / "shards"))
-    shards = prepare_shards(config)
-    found = [record for split in ("train", "validation") for record in shards.records[split][:].tolist()]
-    examples, example = [], []
-    for token, target, flags in found:
-        example.append((token, target if flags & 1 else -100))
-        if flags & 2:
-            examples.append(example)
-            example = []
+    config = request(path, tmp_path / "shards", tokenizer=str(smollm), validation_share=0.3)
     expected = []
     for messages in chats:
         said = theirs.apply_chat_template(
@@ -46,4 +39,4 @@ def test_the_answers_of_a_published_template(smollm, tmp_path):
         labels = [token if own else -100 for token, own in zip(said["input_ids"], said["assistant_masks"], strict=True)]
         expected.append(list(zip(said["input_ids"][:-1], labels[1:], strict=True)))
         assert said["input_ids"] == theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
-    assert sorted(examples) == sorted(expected)
+    assert stored(prepare_shards(config)) == sorted(expected)

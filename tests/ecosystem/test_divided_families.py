@@ -5,7 +5,7 @@ transformers' own suites try a Qwen3, a Gemma 3 and a Phi-3 besides.
 
 import json
 
-from tests.families.test_families import OPTIONS, source_model, upcycled
+from tests.families.test_families import source_model, upcycled
 from tests.support.parallel_steps import start_code
 
 RENAMED = ("mixtral", "nemotron_h")  # weights that transformers renames or merges
@@ -55,7 +55,7 @@ def test_two_processes_answer_to_the_bit_as_one(needs, tmp_path):
     families = PLAIN + RENAMED
     for family in families:
         (tmp_path / family).mkdir()
-        upcycled(source_model(family, **OPTIONS[family]), tmp_path / family, "diff")
+        upcycled(source_model(family), tmp_path / family, "diff")
     for worker in start_code(2, IN_EACH_PROCESS, tmp_path, *families):
         done = worker.finish(timeout=400)
         assert done.returncode == 0, done.stderr

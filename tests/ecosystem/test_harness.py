@@ -22,7 +22,7 @@ from tests.support.tiny_folders import logits, saved, stock
 
 pytestmark = [
     # lm-eval and datasets leave a file of a task open
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 ]
 QUESTIONS = [
     {"question": f"{i} plus one makes", "choices": ["one", "twenty-two", "a hundred and three"], "answer": i % 3}

@@ -18,7 +18,7 @@ from difftransformer_lab.results import TaskResult, read_result
 
 pytestmark = [
     # lm-eval and datasets leave a file of a task open
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 ]
 UNDER_CI = os.environ.get("CI") == "true" or os.environ.get("DIFFTRANSFORMER_CI") == "1"
 QUESTIONS = 15

@@ -101,10 +101,7 @@ def test_filled_later_it_has_the_values_of_a_model_built_whole(initialization, s
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
-        (
-            {"targets": ["query"]},
-            "training.lora.targets: no layer 'query'; choose from down_proj, gate_proj, k_proj",
-        ),
+        ({"targets": ["query"]}, "training.lora.targets: no layer 'query'; choose from down_proj, gate_proj, k_proj"),
         ({"also": ["nothing"]}, "training.lora.also: no parameter's name contains 'nothing'"),
     ],
 )
@@ -114,8 +111,7 @@ def test_names_that_fit_nothing(lora, words, start, toy_recipe):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
-    [({"rank": 0}, "rank=0"), ({"alpha": 0}, "alpha=0"), ({"targets": []}, "name at least one")],
+    ("fields", "words"), [({"rank": 0}, "rank=0"), ({"alpha": 0}, "alpha=0"), ({"targets": []}, "name at least one")]
 )
 def test_numbers_out_of_range(fields, words):
     with pytest.raises(ConfigError, match=words):

@@ -4,8 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from difftransformer.attention import VARIANTS
 from tests.support.tiny_models import tiny, tokens
+
+# Vectors of the layer itself, projections of its own, and a gate.
+kinds = pytest.mark.parametrize("attention_type", ["diff", "dex", "grouped_diff_v2"])
 
 
 def agree(offloaded, plain):
@@ -16,7 +18,7 @@ def agree(offloaded, plain):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("attention_type", VARIANTS)
+@kinds
 def test_offloaded_by_hand(attention_type, needs, tmp_path):
     accelerate = needs("accelerate")
     plain = tiny(attention_type=attention_type)
@@ -24,7 +26,7 @@ def test_offloaded_by_hand(attention_type, needs, tmp_path):
     agree(accelerate.disk_offload(tiny(attention_type=attention_type), tmp_path, torch.device("cpu")), plain)
 
 
-@pytest.mark.parametrize("attention_type", VARIANTS)
+@kinds
 def test_device_map(attention_type, needs, tmp_path):
     needs("accelerate")
     plain = tiny(attention_type=attention_type, tie_word_embeddings=False)

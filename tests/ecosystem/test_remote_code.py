@@ -7,24 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from difftransformer.data.tokenizer import byte_tokenizer
+from tests.ecosystem.test_harness import CHOICE, QUESTIONS, TASKS, log_likelihood
 from tests.support.serve import check_answers, serving
 from tests.support.tiny_folders import SENTENCES, differential_qwen, logits, saved, tokens, with_code
 
-QUESTIONS = [
-    {"question": f"{i} plus one makes", "choices": ["one", "twenty-two", "a hundred and three"], "answer": i % 3}
-    for i in range(4)
-]
-TASK = """task: sums
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list: [{{metric: acc}}]
-"""
 TRAINING = """
 import sys
 from pathlib import Path
@@ -89,15 +75,8 @@ def texts(tmp_path):
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES))
     file = tmp_path / "tasks" / "sums.jsonl"
     file.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    (tmp_path / "tasks" / "sums.yaml").write_text(TASK.format(file=file))
-
-
-def log_likelihood(network, before, after):
-    """log p(after | before) in nats, byte by byte."""
-    encode = byte_tokenizer().encode
-    context, rest = encode(before), encode(after)
-    log = logits(network, torch.tensor([context + rest])).double().log_softmax(-1)[0, len(context) - 1 : -1]
-    return log.gather(1, torch.tensor(rest)[:, None]).sum().item()
+    task = TASKS.format(name="sums", file=file, kind="multiple_choice") + CHOICE
+    (tmp_path / "tasks" / "sums.yaml").write_text(task)
 
 
 def words_of_sft(folder, out):

@@ -51,9 +51,8 @@ def test_int8_weights(attention_type, needs, tmp_path):
     quantized.save_pretrained(tmp_path / "int8")
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("int8", "full")]
     assert sizes[0] < 0.5 * sizes[1]
-    assert (
-        json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]["quant_method"] == "torchao"
-    )
+    document = json.loads((tmp_path / "int8" / "config.json").read_text())
+    assert document["quantization_config"]["quant_method"] == "torchao"
     assert (tmp_path / "int8" / "README.md").is_file()
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "int8"), ids), found)
     assert quantized.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (2, 27)

@@ -19,11 +19,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
-from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM, accelerate, restore
+from difftransformer import accelerate, restore
 from difftransformer.errors import ConfigError
 from difftransformer.families import acceleration
+from tests.support.tiny_models import VOCABULARY, tiny, tokens
 
-VOCABULARY = 61
 HEADS = {"multi-head": (8, 8), "grouped": (8, 4), "two keys": (8, 2), "free width": (4, 4)}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -31,20 +31,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 def llama(heads="grouped", implementation="sdpa", seed=0, kind=DiffLlamaForCausalLM, layers=3, **fields):
     """A small model with sharp maps and lambdas that differ from layer to layer."""
     queries, keys = HEADS[heads]
-    config = DiffLlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=queries,
-        num_key_value_heads=keys,
-        head_dim=12 if heads == "free width" else 4,
-        max_position_embeddings=256,
-        attn_implementation=implementation,
-        eos_token_id=None,
-        pad_token_id=0,
-        **fields,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": queries, "num_key_value_heads": keys, "max_position_embeddings": 256}
+    sizes |= {"head_dim": 12 if heads == "free width" else 4, "eos_token_id": None, "pad_token_id": 0}
+    config = DiffLlamaConfig(**sizes, attn_implementation=implementation, **fields)
     torch.manual_seed(seed)
     model = kind(config)
     draw = torch.Generator().manual_seed(seed)
@@ -64,10 +54,6 @@ def pair(**fields):
     """A model and the same model accelerated."""
     model = llama(**fields)
     return model, accelerate(copy.deepcopy(model))
-
-
-def tokens(*shape, seed=1):
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_close(x, expected, tolerance=None):
@@ -135,8 +121,7 @@ class TestLogits:
     @torch.no_grad()
     def test_masks_of_the_caller(self, additive, count_calls):
         """Neither causal nor the same in all rows."""
-        model, fast = pair()
-        ids = tokens(2, 11)
+        (model, fast), ids = pair(), tokens(2, 11)
         mask = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(3)) < 0.6
         mask |= torch.eye(11, dtype=torch.bool)
         if additive:
@@ -146,23 +131,20 @@ class TestLogits:
 
     @torch.no_grad()
     def test_not_causal_without_a_mask(self, count_calls):
-        model, fast = pair()
-        ids = tokens(2, 11)
+        (model, fast), ids = pair(), tokens(2, 11)
         assert_close(fast(ids, is_causal=False).logits, model(ids, is_causal=False).logits)
         assert not any(options["is_causal"] for options in count_calls)
 
     @torch.no_grad()
     def test_long_rope_and_biases(self):
         rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-        model, fast = pair(rope_parameters=rope, attention_bias=True)
-        ids = tokens(1, 90)
+        (model, fast), ids = pair(rope_parameters=rope, attention_bias=True), tokens(1, 90)
         assert_close(fast(ids).logits, model(ids).logits)
 
     @torch.no_grad()
     def test_bf16_is_no_further_from_fp32(self):
         """Errors to the fp32 model, at most twice those of the untouched model in bf16."""
-        model, fast = pair(heads="multi-head")
-        ids = tokens(4, 64)
+        (model, fast), ids = pair(heads="multi-head"), tokens(4, 64)
         expected = model(ids).logits
         error = (model.bfloat16()(ids).logits.float() - expected).abs().max()
         assert (fast.bfloat16()(ids).logits.float() - expected).abs().max() <= 2 * error
@@ -170,8 +152,7 @@ class TestLogits:
 
     @torch.no_grad()
     def test_autocast(self, count_calls):
-        model, fast = pair()
-        ids = tokens(2, 24)
+        (model, fast), ids = pair(), tokens(2, 24)
         expected = model(ids).logits
         with torch.autocast("cpu", torch.bfloat16):
             theirs, ours = model(ids).logits.float(), fast(ids).logits.float()
@@ -188,8 +169,7 @@ class TestThroughTheirOwnCode:
 
     @torch.no_grad()
     def test_maps(self, count_calls):
-        model, fast = pair(implementation="eager")
-        ids = tokens(1, 9)
+        (model, fast), ids = pair(implementation="eager"), tokens(1, 9)
         expected, found = (m(ids, output_attentions=True).attentions for m in (model, fast))
         assert len(found) == 3
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -197,8 +177,7 @@ class TestThroughTheirOwnCode:
 
     @torch.no_grad()
     def test_biased_masks(self, count_calls):
-        model, fast = pair()
-        ids = tokens(1, 9)
+        (model, fast), ids = pair(), tokens(1, 9)
         bias = torch.randn(1, 1, 9, 9, generator=torch.Generator().manual_seed(0))
         by_head = torch.rand(1, 8, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.8
         for mask in (bias, by_head):
@@ -222,9 +201,15 @@ class TestThroughTheirOwnCode:
 
 
 class TestGeneration:
-    @pytest.mark.parametrize("heads", ["multi-head", "grouped"])
-    @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-    @pytest.mark.parametrize("padded", [False, True])
+    @pytest.mark.parametrize(
+        ("heads", "implementation", "padded"),
+        [
+            ("multi-head", "sdpa", False),
+            ("multi-head", "eager", False),
+            ("grouped", "sdpa", True),
+            ("grouped", "eager", True),
+        ],
+    )
     def test_same_tokens(self, heads, implementation, padded, count_calls):
         model, fast = pair(heads=heads, implementation=implementation)
         ids, mask = tokens(3, 9), torch.ones(3, 9, dtype=torch.long)
@@ -278,11 +263,9 @@ class TestTraining:
         largest = max(parameter.grad.abs().max() for parameter in theirs.values())
         for name, parameter in theirs.items():
             assert parameter.grad.abs().max() > 0, name
-            error = (ours[name].grad - parameter.grad).abs().max()
+            error, own = (ours[name].grad - parameter.grad).abs().max(), parameter.grad.abs().max()
             # Their lambda is rounded to fp32 in its gradient too.
-            assert error <= (5e-5 if dtype == torch.float32 else 1e-7) * parameter.grad.abs().max() + 1e-9 * largest, (
-                name
-            )
+            assert error <= (5e-5 if dtype == torch.float32 else 1e-7) * own + 1e-9 * largest, name
 
     def test_gradient_checkpointing(self):
         model, fast = (m.train() for m in pair())
@@ -290,37 +273,28 @@ class TestTraining:
         ids = tokens(2, 16)
         for m in (model, fast):
             m(ids, labels=ids).loss.backward()
-        assert_close(
-            fast.model.layers[0].self_attn.k_proj.weight.grad, model.model.layers[0].self_attn.k_proj.weight.grad
-        )
+        ours, theirs = (m.model.layers[0].self_attn.k_proj.weight.grad for m in (fast, model))
+        assert_close(ours, theirs)
 
 
 class TestInPlace:
     def test_restored_to_the_bit(self):
-        model = llama()
-        ids = tokens(2, 15)
+        model, ids = llama(), tokens(2, 15)
         with torch.no_grad():
             expected = model(ids).logits
         before = [(name, type(m), sorted(vars(m)), id(m)) for name, m in model.named_modules()]
-        assert accelerate(model) is model
+        assert accelerate(accelerate(model)) is model
         assert type(model.model.layers[0].self_attn) is acceleration.AcceleratedDiffLlamaAttention
         assert isinstance(model.model.layers[0].self_attn, DiffLlamaAttention)
         with torch.no_grad():
             model(ids)
-        assert restore(model) is model
+        assert restore(restore(model)) is model
         assert [(name, type(m), sorted(vars(m)), id(m)) for name, m in model.named_modules()] == before
         with torch.no_grad():
             assert torch.equal(model(ids).logits, expected)
 
-    def test_twice_is_once(self):
-        model = accelerate(accelerate(llama()))
-        restore(model)
-        assert type(model.model.layers[0].self_attn) is DiffLlamaAttention
-        assert restore(model) is model
-
     def test_copies_and_pickles_stay_accelerated(self, count_calls):
-        model, fast = pair()
-        ids = tokens(1, 6)
+        (model, fast), ids = pair(), tokens(1, 6)
         for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
             count_calls.clear()
             with torch.no_grad():
@@ -343,15 +317,10 @@ class TestInPlace:
 
     @torch.no_grad()
     def test_within_other_modules(self):
-        class Wrapper(nn.Module):
-            def __init__(self, inner):
-                super().__init__()
-                self.inner = inner
-
         model, base = llama(), llama(kind=DiffLlamaModel)
         ids = tokens(1, 9)
         expected = model(ids).logits, base(ids).last_hidden_state
-        accelerate(Wrapper(model))
+        accelerate(nn.ModuleDict({"inner": model}))
         accelerate(base)
         assert_close(model(ids).logits, expected[0])
         assert_close(base(ids).last_hidden_state, expected[1])
@@ -359,7 +328,7 @@ class TestInPlace:
 
     @pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_compiled_whole(self, gradients):
-        model, fast = pair(layers=2)
+        model, fast = pair(layers=1)
         torch._dynamo.reset()
         compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
         ids = tokens(2, 13)
@@ -379,8 +348,7 @@ class TestInPlace:
 
     @torch.no_grad()
     def test_compiled_decoding(self):
-        model, fast = pair(layers=2)
-        ids = tokens(2, 12)
+        (model, fast), ids = pair(layers=1), tokens(2, 12)
         expected = model(ids).logits
         cache = StaticCache(model.config, max_cache_len=16)
         fast(ids[:, :8], past_key_values=cache)
@@ -397,11 +365,8 @@ class TestRefused:
             accelerate(model)
 
     def test_our_own_model(self):
-        config = DiffTransformerConfig(
-            vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-        )
         with pytest.raises(ConfigError, match="uses the attention operator already"):
-            accelerate(DiffTransformerForCausalLM(config))
+            accelerate(tiny())
 
     def test_other_masks(self):
         with pytest.raises(ConfigError, match=r"flex_attention.*set_attn_implementation\('sdpa'\)"):

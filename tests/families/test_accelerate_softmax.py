@@ -22,23 +22,15 @@ from transformers import (
 from difftransformer import accelerate, restore
 from difftransformer.errors import ConfigError
 from difftransformer.families import attention_function
+from tests.support.tiny_models import VOCABULARY, tokens
 
-VOCABULARY = 61
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 48, "eos_token_id": None, "pad_token_id": 0}
+GROUPED = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "mistral with a window": lambda: MistralConfig(**SIZES, sliding_window=5),
+    "llama": lambda: LlamaConfig(**GROUPED),
+    "qwen2": lambda: Qwen2Config(**GROUPED),
+    "mistral with a window": lambda: MistralConfig(**GROUPED, sliding_window=5),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=None
     ),
@@ -64,10 +56,6 @@ def pair(name):
     return model, accelerate(fast)
 
 
-def tokens(*shape, seed=1):
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def assert_close(found, expected, tolerance=1e-5):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
@@ -91,8 +79,7 @@ class TestSameOutputs:
     @torch.no_grad()
     @pytest.mark.parametrize("side", ["none", "left", "right"])
     def test_whole_rows(self, name, side, masks):
-        model, fast = pair(name)
-        ids = tokens(3, 17)
+        (model, fast), ids = pair(name), tokens(3, 17)
         mask = torch.ones_like(ids)
         if side != "none":
             mask[1, slice(0, 6) if side == "left" else slice(11, None)] = 0
@@ -104,8 +91,7 @@ class TestSameOutputs:
     @torch.no_grad()
     @pytest.mark.parametrize("kind", ["dynamic", "static"])
     def test_in_parts_over_a_cache(self, name, kind, masks):
-        model, fast = pair(name)
-        ids = tokens(2, 21)
+        (model, fast), ids = pair(name), tokens(2, 21)
         expected = model(ids).logits
         cache = DynamicCache(config=fast.config) if kind == "dynamic" else StaticCache(fast.config, max_cache_len=32)
         begin, found = 0, []
@@ -125,8 +111,7 @@ class TestSameOutputs:
     @torch.no_grad()
     @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
     def test_generation(self, name, options):
-        model, fast = pair(name)
-        ids = tokens(2, 8)
+        (model, fast), ids = pair(name), tokens(2, 8)
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
         given = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, **options}
@@ -146,11 +131,9 @@ def test_a_part_behind_a_cache_needs_no_mask(masks):
 @torch.no_grad()
 @pytest.mark.parametrize("form", ["bool", "additive"])
 def test_masks_of_the_caller(form):
-    model, fast = pair("llama")
-    ids = tokens(2, 9)
-    allowed = (torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(2)) > 0.4) | torch.eye(
-        9, dtype=torch.bool
-    )
+    (model, fast), ids = pair("llama"), tokens(2, 9)
+    allowed = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(2)) > 0.4
+    allowed |= torch.eye(9, dtype=torch.bool)
     allowed &= torch.ones(9, 9, dtype=torch.bool).tril()
     additive = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
     found = fast(ids, attention_mask=allowed if form == "bool" else additive).logits
@@ -176,10 +159,7 @@ def test_no_mask_behind_a_cache_where_the_op_cannot_say_the_rest():
 @torch.no_grad()
 def test_both_directions():
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
-    )
-    model = BertModel(config).eval()
+    model = BertModel(BertConfig(**SIZES)).eval()
     model.set_attn_implementation("eager")
     fast = copy.deepcopy(model)
     fast.set_attn_implementation("sdpa")
@@ -202,8 +182,7 @@ def test_compiled_whole():
 
 @torch.no_grad()
 def test_low_precision_is_as_close_as_transformers_own():
-    model = network("llama")
-    ids = tokens(2, 40)
+    model, ids = network("llama"), tokens(2, 40)
     expected = model(ids).logits
     low = copy.deepcopy(model).bfloat16()
     theirs = (low(ids).logits.float() - expected).abs().max()

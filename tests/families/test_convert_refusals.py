@@ -14,11 +14,11 @@ from tests.support.public_modules import stock
 from tests.support.tiny_models import tiny, tiny_config
 
 
-def refusal(tmp_path, error, source="source", to="diffllama", **options):
+def refusal(tmp_path, error, source="source", to="diffllama", convert=convert_folder, **options):
     """The message, after checking that the target was not made and nothing else is there."""
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(error) as caught:
-        convert_folder(tmp_path / source, tmp_path / "target", to=to, **options)
+        convert(tmp_path / source, tmp_path / "target", to=to, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     message = str(caught.value)
     assert isinstance(caught.value, DiffTransformerError)

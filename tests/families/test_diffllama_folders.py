@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DiffLlamaConfig, DiffLlamaForCaus
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.families import convert_folder
 from difftransformer.families.diffllama import from_diffllama, to_diffllama
+from tests.families.test_convert_refusals import edit_weights
 from tests.support.oracle import relative_error
 from tests.support.public_modules import stock
 from tests.support.tiny_models import tiny, tiny_config, tokens
@@ -179,14 +180,11 @@ class TestRoundTrips:
         assert ours.config.head_norm == "plain"
         assert (ours(ids).logits - model(ids).logits).abs().max() < 1e-5
         first, second = (DiffLlamaConfig.from_pretrained(tmp_path / name).to_dict() for name in ("diffllama", "back"))
-        assert {k: v for k, v in first.items() if k != "_name_or_path"} == {
-            k: v for k, v in second.items() if k != "_name_or_path"
-        }
+        assert first | {"_name_or_path": ""} == second | {"_name_or_path": ""}
 
     def test_conversions_work_in_memory(self):
         model = tiny(seed=5)
         theirs = to_diffllama(model.config).apply(model.state_dict())
-        loaded = stock()
         config = DiffLlamaConfig(**{k: v for k, v in to_diffllama(model.config).config.items() if k != "model_type"})
         loaded = DiffLlamaForCausalLM(config)
         loaded.load_state_dict(theirs, strict=False)
@@ -223,10 +221,8 @@ class TestFolders:
         assert same(weights_of(tmp_path / "one"), weights_of(tmp_path / "many"))
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "many")
         convert_folder(tmp_path / "many", tmp_path / "back", to="difftransformer")
-        assert torch.equal(
-            weights_of(tmp_path / "back")["model.layers.1.self_attn.q_proj.weight"],
-            model.state_dict()["model.layers.1.self_attn.q_proj.weight"],
-        )
+        name = "model.layers.1.self_attn.q_proj.weight"
+        assert torch.equal(weights_of(tmp_path / "back")[name], model.state_dict()[name])
 
     def test_tokenizers_travel_as_they_are(self, tmp_path):
         tiny().save_pretrained(tmp_path / "ours")
@@ -256,14 +252,8 @@ class TestFolders:
         assert there == {"config.json", "model.safetensors", *done.carried}
 
     def test_a_tied_head_may_be_written_out(self, tmp_path):
-        from safetensors.torch import save_file
-
-        model = tiny()
-        model.save_pretrained(tmp_path / "ours")
-        path = tmp_path / "ours" / "model.safetensors"
-        weights = load_file(path)
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-        save_file(weights, path, metadata={"format": "pt"})
+        tiny().save_pretrained(tmp_path / "ours")
+        edit_weights(tmp_path / "ours", lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
         done = convert_folder(tmp_path / "ours", tmp_path / "diffllama", to="diffllama")
         assert "lm_head.weight" not in weights_of(done.folder)
 

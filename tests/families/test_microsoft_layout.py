@@ -113,22 +113,34 @@ class TestLayers:
         assert torch.equal(microsoft_attention_state(layer)["subln.weight"], torch.ones(8, dtype=torch.float64))
 
 
+def changed(state, change):
+    """Take a tensor out of a state, or give some another shape."""
+    if isinstance(change, str):
+        del state[change]
+    else:
+        state.update({name: torch.ones(shape) for name, shape in change.items()})
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("change", "error", "words"),
-        [
-            (lambda s: s.pop("k_proj.weight"), CheckpointError, ("k_proj.weight", "missing")),
-            (lambda s: s.pop("lambda_k2"), CheckpointError, ("lambda_k2", "missing")),
-            (lambda s: s.update(bias=torch.ones(1)), CheckpointError, ("bias", "not part")),
-            (lambda s: s.update({"q_proj.weight": torch.ones(30, 32)}), ShapeError, ("q_proj.weight", "30", "8")),
-            (lambda s: s.update({"v_proj.weight": torch.ones(16, 32)}), ShapeError, ("v_proj.weight", "(32, 32)")),
-            (lambda s: s.update({"out_proj.weight": torch.ones(32, 8)}), ShapeError, ("out_proj.weight", "(32, 32)")),
-            (lambda s: s.update({"subln.weight": torch.ones(4)}), ShapeError, ("subln.weight", "(4,)", "(8,)")),
+        ("shapes", "change", "error", "words"),
+        [  # a change is a tensor that is taken out, or the shape that it gets
+            (V1, "k_proj.weight", CheckpointError, ("k_proj.weight", "missing")),
+            (V1, "lambda_k2", CheckpointError, ("lambda_k2", "missing")),
+            (V1, {"bias": (1,)}, CheckpointError, ("bias", "not part")),
+            (V1, {"q_proj.weight": (30, 32)}, ShapeError, ("q_proj.weight", "30", "8")),
+            (V1, {"v_proj.weight": (16, 32)}, ShapeError, ("v_proj.weight", "(32, 32)")),
+            (V1, {"out_proj.weight": (32, 8)}, ShapeError, ("out_proj.weight", "(32, 32)")),
+            (V1, {"subln.weight": (4,)}, ShapeError, ("subln.weight", "(4,)", "(8,)")),
+            (V2, "o_proj.weight", CheckpointError, ("o_proj.weight", "missing")),
+            (V2, {"q_proj.weight": (60, 32)}, ShapeError, ("q_proj.weight", "60", "8")),
+            (V2, {"v_proj.weight": (16, 32)}, ShapeError, ("v_proj.weight", "(32, 32)")),
+            (V2, {"subln.weight": (16,)}, CheckpointError, ("subln.weight", "not part")),
         ],
     )
-    def test_v1_states(self, change, error, words):
-        state = draw(V1["MHA"])
-        change(state)
+    def test_states(self, shapes, change, error, words):
+        state = draw(shapes["MHA"])
+        changed(state, change)
         with pytest.raises(error) as caught:
             load_microsoft_attention(state, layer_index=0)
         assert all(word in str(caught.value) for word in words), caught.value
@@ -144,23 +156,7 @@ class TestRefusals:
             load_microsoft_attention(state, layer_index=0)
 
     @pytest.mark.parametrize(
-        ("change", "error", "words"),
-        [
-            (lambda s: s.pop("o_proj.weight"), CheckpointError, ("o_proj.weight", "missing")),
-            (lambda s: s.update({"q_proj.weight": torch.ones(60, 32)}), ShapeError, ("q_proj.weight", "60", "8")),
-            (lambda s: s.update({"v_proj.weight": torch.ones(16, 32)}), ShapeError, ("v_proj.weight", "(32, 32)")),
-            (lambda s: s.update({"subln.weight": torch.ones(16)}), CheckpointError, ("subln.weight", "not part")),
-        ],
-    )
-    def test_v2_states(self, change, error, words):
-        state = draw(V2["MHA"])
-        change(state)
-        with pytest.raises(error) as caught:
-            load_microsoft_attention(state, layer_index=0)
-        assert all(word in str(caught.value) for word in words), caught.value
-
-    @pytest.mark.parametrize(
-        ("options", "words"),
+        ("fields", "words"),
         [
             ({"lambda_form": "head"}, ("lambda_form='head'", "'layer'")),
             ({"lambda_form": "constant"}, ("lambda_form='constant'", "'layer'")),
@@ -173,25 +169,16 @@ class TestRefusals:
             ({"lambda_form": "token"}, ("head_norm='gain'", "'none'")),
             ({"lambda_form": "token", "head_norm": "none"}, ("shared_key=False", "True")),
             ({"lambda_form": "token", "head_norm": "none", "shared_key": True}, ("value_head_dim=8", "4")),
-        ],
-    )
-    def test_layers(self, options, words):
-        layer = DifferentialAttention(32, 4, options=DifferentialOptions(**options))
-        with pytest.raises(ConfigError) as caught:
-            microsoft_attention_state(layer)
-        assert all(word in str(caught.value) for word in words), caught.value
-
-    @pytest.mark.parametrize(
-        ("fields", "words"),
-        [
             ({"head_dim": 6}, ("head_dim=6", "expected head_dim=4")),
             ({"value_head_dim": 4}, ("value_head_dim=4", "8")),
             ({"head_norm_eps": 1e-6}, ("head_norm_eps=1e-06", "1e-05")),
         ],
     )
-    def test_widths_and_eps(self, fields, words):
+    def test_layers(self, fields, words):
+        sizes = {name: fields[name] for name in fields if name.endswith(("head_dim", "eps"))}
+        options = DifferentialOptions(**{name: fields[name] for name in fields if name not in sizes})
         with pytest.raises(ConfigError) as caught:
-            microsoft_attention_state(DifferentialAttention(32, 4, **fields))
+            microsoft_attention_state(DifferentialAttention(32, 4, options=options, **sizes))
         assert all(word in str(caught.value) for word in words), caught.value
 
     def test_biases(self):
@@ -207,10 +194,7 @@ class TestRefusals:
 
 MODELS = {
     "MHA": ({"hidden_size": 32, "num_attention_heads": 8}, {"heads": 4, "groups": 4}),
-    "GQA": (
-        {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4},
-        {"heads": 8, "groups": 2},
-    ),
+    "GQA": ({"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4}, {"heads": 8, "groups": 2}),
     "free head_dim": ({"hidden_size": 32, "num_attention_heads": 4, "head_dim": 6}, {"heads": 2, "groups": 2}),
 }
 
@@ -261,20 +245,16 @@ class TestWholeModelRefusals:
     @pytest.mark.parametrize(
         ("change", "error", "words"),
         [
+            ("model.layers.1.mlp.up_proj.weight", CheckpointError, ("layers.1.mlp.up_proj", "missing")),
+            ("model.layers.1.self_attn.subln.weight", CheckpointError, ("subln.weight is missing",)),
+            ({"score.weight": (2,)}, CheckpointError, ("score.weight", "not part")),
             (
-                lambda s: s.pop("model.layers.1.mlp.up_proj.weight"),
-                CheckpointError,
-                ("layers.1.mlp.up_proj", "missing"),
-            ),
-            (lambda s: s.pop("model.layers.1.self_attn.subln.weight"), CheckpointError, ("subln.weight is missing",)),
-            (lambda s: s.update({"score.weight": torch.ones(2)}), CheckpointError, ("score.weight", "not part")),
-            (
-                lambda s: s.update({"model.layers.2.self_attn.q_proj.weight": torch.ones(32, 32)}),
+                {"model.layers.2.self_attn.q_proj.weight": (32, 32)},
                 CheckpointError,
                 ("layers.2.self_attn.q_proj.weight", "not part"),
             ),
             (
-                lambda s: s.update({"model.embed_tokens.weight": torch.ones(60, 32)}),
+                {"model.embed_tokens.weight": (60, 32)},
                 ShapeError,
                 ("embed_tokens.weight", "(60, 32)", f"({VOCABULARY}, 32)"),
             ),
@@ -282,7 +262,7 @@ class TestWholeModelRefusals:
     )
     def test_states(self, change, error, words):
         state = draw(self.STATE)
-        change(state)
+        changed(state, change)
         with pytest.raises(error) as caught:
             load_microsoft_state(state, tiny_config())
         assert all(word in str(caught.value) for word in words), caught.value

@@ -1,5 +1,6 @@
 """`difftransformer export`: a run or a saved model as a clean folder, whole or not at all."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.results import TaskResult, read_result, summary_rows
-from tests.support import fresh
+from tests.support.tiny_models import tiny
 
 IDS = torch.arange(3, 43)[None]
 
@@ -105,24 +106,19 @@ def test_a_persons_card_travels_as_it_is(run, tmp_path, capsys):
     assert "edited by hand" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bf16"])
-def test_to_diffllama(run, tmp_path, dtype):
-    out = tmp_path / "stock"
-    assert main(["export", str(run), str(out), "--to", "diffllama", "--untie", "--dtype", dtype]) == 0
-    assert {path.name for path in out.iterdir()} >= {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
-    assert not list(out.glob(".*"))
-    assert "import difftransformer" not in (out / "README.md").read_text()
-    assert rows(out)["steps"] == "8"
-    ours, stock = logits(run / "checkpoints" / "step-000008"), logits(out)
-    if dtype == "auto":
-        assert torch.allclose(ours, stock, atol=1e-5)
-    else:
-        tensors = load_file(out / "model.safetensors")
-        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-        full = tmp_path / "full"
-        assert main(["export", str(run), str(full), "--to", "diffllama", "--untie"]) == 0
-        expected = load_file(full / "model.safetensors")
-        assert all(torch.equal(tensors[name], expected[name].bfloat16()) for name in expected)
+def test_to_diffllama(run, tmp_path):
+    for dtype in ("auto", "bf16"):
+        out = tmp_path / dtype
+        assert main(["export", str(run), str(out), "--to", "diffllama", "--untie", "--dtype", dtype]) == 0
+        names = {path.name for path in out.iterdir()}
+        assert names >= {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
+        assert not list(out.glob(".*"))
+        assert "import difftransformer" not in (out / "README.md").read_text()
+        assert rows(out)["steps"] == "8"
+    assert torch.allclose(logits(run / "checkpoints" / "step-000008"), logits(tmp_path / "auto"), atol=1e-5)
+    wide, narrow = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("auto", "bf16"))
+    assert {tensor.dtype for tensor in narrow.values()} == {torch.bfloat16}
+    assert all(torch.equal(narrow[name], tensor.bfloat16()) for name, tensor in wide.items())
 
 
 def test_what_cannot_be_exported_is_refused_without_a_part_of_it(run, tmp_path, fails):
@@ -158,26 +154,16 @@ def test_weights_that_are_not_the_models_are_named(run, tmp_path, fails):
     assert not (tmp_path / "b").exists()
 
 
-def test_a_model_that_diffllama_cannot_express_leaves_nothing(run, tmp_path, fails):
-    from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-
-    config = DiffTransformerConfig(
-        attention_type="diff_v2", vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    DiffTransformerForCausalLM(config).save_pretrained(tmp_path / "v2")
+def test_a_model_that_diffllama_cannot_express_leaves_nothing(tmp_path, fails):
+    tiny(attention_type="diff_v2").save_pretrained(tmp_path / "v2")
     before = set(tmp_path.iterdir())
     assert "attention_type" in fails("export", tmp_path / "v2", tmp_path / "out", "--to", "diffllama")
     assert set(tmp_path.iterdir()) == before
 
 
-def test_harness_says_what_to_install_where_lm_eval_is_missing(run):
-    code = (
-        "import sys, importlib.util as u; find = u.find_spec\n"
-        "u.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest)\n"
-        "from difftransformer_lab.cli.main import main\n"
-        "sys.exit(main(['eval', 'harness', sys.argv[1], '--tasks', 'piqa']))"
-    )
-    done = fresh.run(code, run)
-    assert done.returncode == 2
-    last = done.stderr.strip().splitlines()[-1]
+def test_harness_says_what_to_install_where_lm_eval_is_missing(run, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "lm_eval" else find(name, *of))
+    assert main(["eval", "harness", str(run), "--tasks", "piqa"]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last == "difftransformer eval harness: lm_eval is not installed; pip install 'difftransformer[eval]'"

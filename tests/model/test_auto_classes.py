@@ -11,48 +11,38 @@ from tests.support.missing import without
 from tests.support.tiny_models import tiny
 
 ORDERS = {
-    "ours first, from_pretrained": """
-        import difftransformer
-        from transformers import AutoModelForCausalLM
-        print(type(AutoModelForCausalLM.from_pretrained(FOLDER)).__name__)
-    """,
-    "theirs first": """
-        import transformers, difftransformer
-        from transformers import AutoModelForCausalLM
-        print(type(AutoModelForCausalLM.from_pretrained(FOLDER)).__name__)
-    """,
+    "ours first": """
+import sys, difftransformer, difftransformer.serving
+assert "vllm" not in sys.modules
+from transformers import AutoModelForCausalLM
+""",
     "theirs loaded first": """
-        from transformers import AutoModelForCausalLM
-        import difftransformer
-        print(type(AutoModelForCausalLM.from_pretrained(FOLDER)).__name__)
-    """,
-    "a model of theirs between, from_config": """
-        import difftransformer
-        from transformers.models.llama import modeling_llama
-        from transformers import AutoConfig, AutoModelForCausalLM
-        print(type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER))).__name__)
-    """,
-    "pipeline between": """
-        import difftransformer
-        from transformers import AutoModelForCausalLM, pipeline
-        print(type(AutoModelForCausalLM.from_pretrained(FOLDER)).__name__)
-    """,
+from transformers import AutoConfig, AutoModelForCausalLM
+try:
+    AutoConfig.from_pretrained(FOLDER)
+except (ValueError, KeyError):  # transformers alone does not know the model
+    import difftransformer
+""",
+    "pipeline between": "import difftransformer\nfrom transformers import AutoModelForCausalLM, pipeline",
 }
+NAMES = """
+from transformers import AutoConfig, AutoModel
+config = AutoConfig.from_pretrained(FOLDER)
+made = AutoConfig.for_model("difftransformer", hidden_size=32, num_attention_heads=4)
+models = (AutoModelForCausalLM.from_pretrained(FOLDER), AutoModelForCausalLM.from_config(config))
+print(*(type(x).__name__ for x in (*models, config, made, AutoModel.from_pretrained(FOLDER))))
+"""
+
+
+def printed(ran):
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
 
 
 def python(code, *arguments):
     """What the code prints in a new interpreter."""
     words = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    ran = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip()
-
-
-def last_line(code, folder):
-    """The last line that the code prints in a process that knows torch and neither transformers nor this package."""
-    ran = fresh.run(f"FOLDER = {str(folder)!r}\n" + textwrap.dedent(code))
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip().splitlines()[-1]
+    return printed(subprocess.run(words, capture_output=True, text=True, check=False))
 
 
 @pytest.fixture(scope="module")
@@ -64,36 +54,10 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_orders_of_import(name, folder):
-    assert last_line(ORDERS[name], folder) == "DiffTransformerForCausalLM"
-
-
-def test_other_auto_classes(folder):
-    names = last_line(
-        """
-        import difftransformer
-        from transformers import AutoConfig, AutoModel
-        config = AutoConfig.from_pretrained(FOLDER)
-        made = AutoConfig.for_model("difftransformer", hidden_size=32, num_attention_heads=4)
-        print(type(config).__name__, type(made).__name__, type(AutoModel.from_pretrained(FOLDER)).__name__)
-        """,
-        folder,
-    )
-    assert names == "DiffTransformerConfig DiffTransformerConfig DiffTransformerModel"
-
-
-def test_transformers_alone_does_not_know_it(folder):
-    """Else the tests above would show nothing."""
-    kind = last_line(
-        """
-        from transformers import AutoConfig
-        try:
-            AutoConfig.from_pretrained(FOLDER)
-        except (ValueError, KeyError) as error:
-            print(type(error).__name__)
-        """,
-        folder,
-    )
-    assert kind in ("ValueError", "KeyError")
+    """In a process that knows torch and neither transformers nor this package."""
+    names = printed(fresh.run(f"FOLDER = {str(folder)!r}\n{ORDERS[name]}\n{NAMES}")).splitlines()[-1].split()
+    configs = ["DiffTransformerConfig"] * 2
+    assert names == ["DiffTransformerForCausalLM"] * 2 + configs + ["DiffTransformerModel"]
 
 
 HEAVY = ("torch", "transformers", "numpy", "jsonargparse")
@@ -117,23 +81,26 @@ def test_names_that_need_less_work_where_less_is_installed(missing):
             print(error)
         """
     )
-    assert "No module named 'transformers'" in python(code, *missing)
+    assert "No module named 'transformers'" in (
+        python(code, *missing) if "torch" in missing else printed(fresh.run(code, *missing))
+    )
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
-def test_command_line_is_light(arguments):
+def test_command_line_is_light():
     loaded = python(
         f"""
         import runpy, sys
-        sys.argv = ["difftransformer", *sys.argv[1:]]
-        try:
-            runpy.run_module("difftransformer_lab", run_name="__main__")
-        except SystemExit as leaving:
-            assert not leaving.code, leaving.code
-        print()
-        print([name for name in {HEAVY} if name in sys.modules])
-        """,
-        *arguments,
-    )
-    assert loaded.splitlines()[-1] == "[]"
-    assert len(loaded.splitlines()) > 1
+        for word in ("--help", "--version"):
+            sys.argv = ["difftransformer", word]
+            try:
+                runpy.run_module("difftransformer_lab", run_name="__main__")
+            except SystemExit as leaving:
+                assert not leaving.code, leaving.code
+            print()
+            print(word, [name for name in {HEAVY} if name in sys.modules])
+        """
+    ).splitlines()
+    place = loaded.index("--help []")
+    assert place > 1
+    assert loaded[-1] == "--version []"
+    assert loaded[place + 1]

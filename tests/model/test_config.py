@@ -8,63 +8,47 @@ from difftransformer import DiffTransformerConfig
 from difftransformer.errors import ConfigError, DiffTransformerError
 from tests.support.tiny_models import tiny_config
 
-REFUSED = {
-    "odd heads": (
+COUNTS = {"num_hidden_layers": 0, "num_attention_heads": 0, "hidden_size": 0, "vocab_size": 0, "intermediate_size": 0}
+COUNTS |= {"value_head_dim": -2}
+REFUSED = [
+    (
         {"hidden_size": 36, "num_attention_heads": 3},
         "num_attention_heads=3 is odd: attention_type='diff' makes one differential head of two heads",
     ),
-    "odd key/value heads": (
-        {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
-        "num_key_value_heads=3 is odd",
-    ),
-    "head_dim does not divide": (
+    ({"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}, "num_key_value_heads=3 is odd"),
+    (
         {"hidden_size": 30},
         "hidden_size=30 is not a multiple of num_attention_heads=4; change one of them or set head_dim",
     ),
-    "head_dim halved twice": (
+    (
         {"head_dim": 4},
         "head_dim=4 is half of hidden_size / num_attention_heads = 8: head_dim describes the same-size Transformer",
     ),
-    "odd head_dim": ({"head_dim": 7}, "head_dim=7 is odd; rotary embedding turns pairs"),
-    "groups do not divide": (
-        {"attention_type": "softmax", "num_key_value_heads": 3},
-        "num_heads=4 is not a multiple of num_key_value_heads=3",
-    ),
-    "differential groups do not divide": (
+    ({"head_dim": 7}, "head_dim=7 is odd; rotary embedding turns pairs"),
+    ({"attention_type": "softmax", "num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_key_value_heads=3"),
+    (
         {"num_differential_heads": 3, "num_differential_key_value_heads": 2},
         "num_heads=3 is not a multiple of num_key_value_heads=2",
     ),
-    "window 0": ({"sliding_window": 0}, "sliding_window=0: a window holds at least the query; use 1 or more"),
-    "window below 0": ({"sliding_window": -4}, "sliding_window=-4"),
-    "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: differential attention has no dropout"),
-    "type": ({"attention_type": "dif"}, "attention_type='dif' is unknown; choose one of softmax, diff"),
-    "initialization": (
-        {"initialization": "xavier"},
-        "initialization='xavier' is unknown; choose one of fan_in, normal",
-    ),
-    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers=0: give a whole number of at least 1"),
-    "no heads": ({"num_attention_heads": 0}, "num_attention_heads=0: give a whole number of at least 1"),
-    "no width": ({"hidden_size": 0}, "hidden_size=0: give a whole number of at least 1"),
-    "a float": ({"hidden_size": 32.0}, "hidden_size=32.0: give a whole number of at least 1"),
-    "no words": ({"vocab_size": 0}, "vocab_size=0: give a whole number of at least 1"),
-    "no value": ({"value_head_dim": -2}, "value_head_dim=-2: give a whole number of at least 1"),
-    "no MLP": ({"intermediate_size": 0}, "intermediate_size=0: give a whole number of at least 1"),
-    "no spread": ({"initializer_range": 0.0}, "initializer_range=0.0: give a standard deviation above 0"),
-    "negative spread": ({"initializer_range": -1.0}, "initializer_range=-1.0: give a finite number of at least 0"),
-    "no number as eps": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5': give a finite number of at least 0"),
-    "eps is not a number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: give a finite number of at least 0"),
-    "backend": (
-        {"attn_backend": "foo"},
-        "attn_backend='foo' is unknown; choose one of auto, reference, cpu, ",
-    ),
-    "activation": ({"hidden_act": "foo"}, "hidden_act='foo' is not an activation of transformers"),
-    "no theta": ({"rope_parameters": {"rope_type": "default"}}, "give rope_theta as a number"),
-}
+    ({"sliding_window": 0}, "sliding_window=0: a window holds at least the query; use 1 or more"),
+    ({"sliding_window": -4}, "sliding_window=-4"),
+    ({"attention_dropout": 0.1}, "attention_dropout=0.1: differential attention has no dropout"),
+    ({"attention_type": "dif"}, "attention_type='dif' is unknown; choose one of softmax, diff"),
+    ({"initialization": "xavier"}, "initialization='xavier' is unknown; choose one of fan_in, normal"),
+    *(({name: value}, f"{name}={value}: give a whole number of at least 1") for name, value in COUNTS.items()),
+    ({"hidden_size": 32.0}, "hidden_size=32.0: give a whole number of at least 1"),
+    ({"initializer_range": 0.0}, "initializer_range=0.0: give a standard deviation above 0"),
+    ({"initializer_range": -1.0}, "initializer_range=-1.0: give a finite number of at least 0"),
+    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5': give a finite number of at least 0"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: give a finite number of at least 0"),
+    ({"attn_backend": "foo"}, "attn_backend='foo' is unknown; choose one of auto, reference, cpu, "),
+    ({"hidden_act": "foo"}, "hidden_act='foo' is not an activation of transformers"),
+    ({"rope_parameters": {"rope_type": "default"}}, "give rope_theta as a number"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    fields, words = REFUSED[name]
+@pytest.mark.parametrize(("fields", "words"), REFUSED, ids=str)
+def test_refused(fields, words):
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         tiny_config(**fields)
     assert isinstance(caught.value, ValueError)

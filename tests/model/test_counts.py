@@ -25,22 +25,13 @@ CONFIGS = {
     "grouped_diff": {"attention_type": "grouped_diff"},
     "grouped_diff, one key": {"attention_type": "grouped_diff", "num_key_value_heads": 2, "lambda_form": "head"},
     "grouped_diff, own heads": {
-        "attention_type": "grouped_diff",
-        "num_differential_heads": 6,
-        "num_noise_heads": 2,
-        "num_differential_key_value_heads": 1,
-        "value_head_dim": 10,
-        "lambda_form": "token",
+        "attention_type": "grouped_diff", "num_differential_heads": 6, "num_noise_heads": 2, "lambda_form": "token",
+        "num_differential_key_value_heads": 1, "value_head_dim": 10,
     },
     "grouped_diff_v2": {"attention_type": "grouped_diff_v2"},
     "grouped_diff_v2, options": {
-        "attention_type": "grouped_diff_v2",
-        "num_differential_heads": 8,
-        "num_noise_heads": 4,
-        "num_differential_key_value_heads": 2,
-        "value_head_dim": 6,
-        "head_norm": "gain",
-        "lambda_form": "layer",
+        "attention_type": "grouped_diff_v2", "num_differential_heads": 8, "num_noise_heads": 4, "lambda_form": "layer",
+        "num_differential_key_value_heads": 2, "value_head_dim": 6, "head_norm": "gain",
     },
     "grouped_diff_v2, no gate": {"attention_type": "grouped_diff_v2", "output_gate": False},
     "diff by head, no norm": {"lambda_form": "head", "head_norm": "none", "shared_key": True},
@@ -55,7 +46,7 @@ CONFIGS = {
     "grouped_diff_v2, QK norm": {"attention_type": "grouped_diff_v2", "qk_norm": True},
     "dex, QK norm": {"attention_type": "dex", "qk_norm": True, "num_key_value_heads": 1},
     "softmax grouped untied": {"attention_type": "softmax", "num_key_value_heads": 1, "tie_word_embeddings": False},
-}
+}  # fmt: skip
 
 
 def parameters_of(config):
@@ -81,18 +72,6 @@ class TestParameters:
         attention = sum(p.numel() for layer in model.model.layers for p in layer.self_attn.parameters())
         assert counts.attention_parameters == attention
 
-    @pytest.mark.parametrize("kind", ["diff", "softmax"])
-    @pytest.mark.parametrize("name", ["tiny", "small"])
-    def test_small_presets_built(self, name, kind):
-        config = of_preset(name, attention_type=kind)
-        assert count(config).parameters == sum(p.numel() for p in DiffTransformerForCausalLM(config).parameters())
-
-    @pytest.mark.parametrize("kind", ["diff", "softmax"])
-    @pytest.mark.parametrize("name", [*TABLE_10, "3b"])
-    def test_large_presets_on_the_meta_device(self, name, kind):
-        config = of_preset(name, attention_type=kind)
-        assert count(config).parameters == parameters_of(config)
-
     @pytest.mark.parametrize("name", TABLE_10)
     def test_table_10(self, name):
         for kind in ("diff", "softmax"):
@@ -103,20 +82,20 @@ class TestParameters:
         assert count(of_preset("3b")).parameters == pytest.approx(3.48e9, abs=0.005e9)
         assert count(of_preset("3b", tie_word_embeddings=False)).parameters == pytest.approx(3.79e9, abs=0.005e9)
 
-    @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"head_dim": 20}, {"num_hidden_layers": 7}])
-    def test_twins_differ_by_six_head_dims_a_layer(self, fields):
-        config = tiny_config(**fields)
+    @pytest.mark.parametrize(
+        "config",
+        [
+            *(pytest.param(of_preset(name), id=name) for name in PRESETS),
+            *(tiny_config(**fields) for fields in ({"num_key_value_heads": 2}, {"head_dim": 20})),
+        ],
+    )
+    def test_presets_and_twins(self, config):
+        """By formula and on the meta device; a twin has six head widths fewer in every layer."""
         twin = config.twin()
         assert (config.attention_type, twin.attention_type) == ("diff", "softmax")
-        real = [sum(p.numel() for p in DiffTransformerForCausalLM(each).parameters()) for each in (config, twin)]
-        assert real[0] - real[1] == config.num_hidden_layers * 6 * config.head_dim
-        assert count(config).parameters - count(twin).parameters == real[0] - real[1]
-
-    @pytest.mark.parametrize("name", PRESETS)
-    def test_every_preset_has_a_twin(self, name):
-        config = of_preset(name)
-        difference = count(config).parameters - count(config.twin()).parameters
-        assert difference == config.num_hidden_layers * 6 * config.head_dim
+        ours, theirs = (count(each).parameters for each in (config, twin))
+        assert (ours, theirs) == (parameters_of(config), parameters_of(twin))
+        assert ours - theirs == config.num_hidden_layers * 6 * config.head_dim
 
     def test_a_size_counted_by_others(self):
         """876,553,728 against 876,567,552 (arXiv:2504.00927 Table 8): a difference of 13,824 = 24 layers * 6 * 96."""
@@ -188,11 +167,9 @@ class TestFlops:
         """Pairs counted one by one."""
         for window in (None, 1, 5, 40):
             config = tiny_config(sliding_window=window)
+            linear = 2 * (count(config).parameters - 2 * (2 * 32 + 6 * 8) - 32)  # every weight but norms and lambdas
             for context in (1, 7, 40):
                 pairs = sum(min(t + 1, window or context) for t in range(context))
-                linear = 2 * (
-                    count(config).parameters - 2 * (2 * 32 + 6 * 8) - 32
-                )  # every weight but norms and lambdas
                 expected = linear + 2 * pairs / context * 2 * 2 * (16 + 16)
                 assert count(config, context_tokens=context).forward_flops_per_token == round(expected)
 
@@ -207,8 +184,9 @@ class TestFlops:
 
 
 class TestCacheBytes:
-    @pytest.mark.parametrize("name", CONFIGS)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(
+        ("name", "dtype"), [*((name, torch.float32) for name in CONFIGS), ("diff", torch.bfloat16)]
+    )
     def test_against_a_real_cache(self, name, dtype):
         config = tiny_config(**CONFIGS[name])
         model = DiffTransformerForCausalLM(config).to(dtype).eval()

@@ -1,5 +1,7 @@
 """Caches and generation: every attention type, every mode of `generate` and every way to a token give the same token."""
 
+import functools
+import itertools
 import string
 
 import pytest
@@ -25,8 +27,10 @@ FIELDS = {
     for kind in VARIANTS
     for groups in (4, 2)
 }
-OWN_VALUE = {"num_differential_heads": 4, "num_differential_key_value_heads": 2, "value_head_dim": 6}
-models = pytest.mark.parametrize("fields", [pytest.param(fields, id=name) for name, fields in FIELDS.items()])
+FIELDS["own value"] = {"num_differential_heads": 4, "num_differential_key_value_heads": 2, "value_head_dim": 6}
+# One of each attention type, and the layer that copies keys for its heads.
+MODELS = [*(name for name in FIELDS if name.endswith("2 groups")), "grouped_diff, 4 groups"]
+models = pytest.mark.parametrize("name", MODELS)
 TOLERANCE = 1e-5
 NEW = 8
 
@@ -44,82 +48,72 @@ def independent_greedy(model, row, new, window=None):
     return row[-new:]
 
 
-def padded(model, new=NEW, window=None):
-    """Three rows of 9, 5 and 1 tokens, padded on the left; their mask; the greedy tokens of each alone, by the equations."""
+def padded():
+    """Three rows of 9, 5 and 1 tokens, padded on the left, and their mask."""
     ids, mask = tokens(3, 9), torch.ones(3, 9, dtype=torch.long)
     mask[1, :4] = 0
     mask[2, :8] = 0
-    alone = [independent_greedy(model, row[kept], new, window) for row, kept in zip(ids, mask.bool(), strict=True)]
+    return ids, mask
+
+
+@functools.cache
+def greedy_alone(name, window=None):
+    """The greedy tokens of each row of `padded` alone, by the equations."""
+    model, (ids, mask) = tiny(**FIELDS[name], sliding_window=window), padded()
+    alone = [independent_greedy(model, row[kept], NEW, window) for row, kept in zip(ids, mask.bool(), strict=True)]
     expected = torch.stack(alone)
     assert expected.unique().numel() > 3
-    return ids, mask, expected
+    return expected
 
 
 class TestGreedy:
-    @pytest.mark.parametrize("window", [None, 1, 4])
-    @pytest.mark.parametrize("fields", [*FIELDS.values(), OWN_VALUE], ids=[*FIELDS, "own value"])
-    def test_padded_batches(self, fields, window):
+    @pytest.mark.parametrize(
+        ("name", "window"), [*((name, None) for name in FIELDS), *((name, 4) for name in MODELS), ("diff, 2 groups", 1)]
+    )
+    def test_padded_batches(self, name, window):
         """The longest prompt is longer than the window, the shortest shorter, and what follows is longer than both."""
-        model = tiny(**fields, sliding_window=window)
-        ids, mask, expected = padded(model, window=window)
+        model, (ids, mask) = tiny(**FIELDS[name], sliding_window=window), padded()
         for way in WAYS.values():
-            assert torch.equal(greedy(model, ids, attention_mask=mask, **way), expected)
+            assert torch.equal(greedy(model, ids, attention_mask=mask, **way), greedy_alone(name, window))
 
     @pytest.mark.parametrize("kind", TYPES)
-    @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "flex_attention"])
-    @pytest.mark.parametrize("switched", [False, True])
-    def test_implementations(self, kind, implementation, switched):
-        model = tiny(attention_type=kind, implementation=None if switched else implementation)
-        if switched:
+    def test_implementations(self, kind):
+        name = f"{kind}, 4 groups"
+        model, (ids, mask) = tiny(**FIELDS[name]), padded()
+        for implementation in ("eager", "sdpa", "flex_attention"):
             model.set_attn_implementation(implementation)
-        ids, mask, expected = padded(model, 4)
-        for way in WAYS.values():
-            assert torch.equal(greedy(model, ids, 4, attention_mask=mask, **way), expected)
+            for way in WAYS.values():
+                assert torch.equal(greedy(model, ids, 4, attention_mask=mask, **way), greedy_alone(name)[:, :4])
 
     @pytest.mark.parametrize("kind", TYPES)
-    @pytest.mark.parametrize("way", WAYS)
-    def test_mask_with_holes(self, kind, way):
-        model = tiny(attention_type=kind)
-        ids = tokens(2, 9)
+    def test_mask_with_holes(self, kind):
+        model, ids = tiny(attention_type=kind), tokens(2, 9)
         mask = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 0, 1], [1, 1, 1, 1, 0, 1, 1, 1, 1]])
         rows = [ids[row][mask[row].bool()] for row in range(2)]
         expected = torch.stack([independent_greedy(model, row, 8) for row in rows])
-        assert torch.equal(greedy(model, ids, attention_mask=mask, **WAYS[way]), expected)
+        for way in WAYS.values():
+            assert torch.equal(greedy(model, ids, attention_mask=mask, **way), expected)
 
     def test_beyond_the_chunked_backends_block(self):
-        model = tiny()
-        ids = tokens(1, 120)
+        model, ids = tiny(), tokens(1, 120)
         mask = torch.ones_like(ids)
         mask[0, :30] = 0
         expected = independent_greedy(model, ids[0, 30:], 4)[None]
         for way in WAYS.values():
             assert torch.equal(greedy(model, ids, 4, attention_mask=mask, **way), expected)
 
-    @pytest.mark.parametrize("way", ["dynamic", "static"])
-    def test_from_embeddings(self, way):
-        model = tiny()
-        ids = tokens(1, 6)
-        embedded = model.get_input_embeddings()(ids).detach()
-        mask = torch.ones_like(ids)
-        out = model.generate(
-            inputs_embeds=embedded, attention_mask=mask, max_new_tokens=5, do_sample=False, **WAYS[way]
-        )
-        assert torch.equal(out[0], independent_greedy(model, ids[0], 5))
-
     @models
     @pytest.mark.parametrize("window", [None, 4])
-    @pytest.mark.parametrize("way", ["dynamic", "static"])
-    def test_chunked_prefill(self, fields, window, way):
-        model = tiny(**fields, sliding_window=window)
-        ids, mask, expected = padded(model, window=window)
-        out = greedy(model, ids, NEW, attention_mask=mask, prefill_chunk_size=4, **WAYS[way])
-        assert torch.equal(out, expected)
+    def test_chunked_prefill(self, name, window):
+        model, (ids, mask) = tiny(**FIELDS[name], sliding_window=window), padded()
+        for way in ("dynamic", "static"):
+            out = greedy(model, ids, NEW, attention_mask=mask, prefill_chunk_size=4, **WAYS[way])
+            assert torch.equal(out, greedy_alone(name, window)), way
 
     @models
-    def test_a_dialogue_goes_on_from_its_cache(self, fields):
+    def test_a_dialogue_goes_on_from_its_cache(self, name):
         """The second call gets the first one's cache and the longer row."""
-        model = tiny(**fields)
-        ids = tokens(1, 6)
+        model, ids = tiny(**FIELDS[name]), tokens(1, 6)
         arguments = {"do_sample": False, "return_dict_in_generate": True}
         first = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **arguments)
         longer = torch.cat((first.sequences, tokens(1, 3, seed=5)), 1)
@@ -131,9 +125,8 @@ class TestGreedy:
 class TestSearch:
     @models
     @pytest.mark.parametrize("window", [None, 4])
-    def test_beams(self, fields, window):
-        model = tiny(**fields, sliding_window=window)
-        ids, mask, _ = padded(model)
+    def test_beams(self, name, window):
+        model, (ids, mask) = tiny(**FIELDS[name], sliding_window=window), padded()
 
         def beams(rows, kept, **way):
             arguments = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "num_return_sequences": 2}
@@ -148,35 +141,30 @@ class TestSearch:
             assert torch.equal(beams(ids, mask, **way), torch.cat(alone))
 
     @models
-    def test_sampling_does_not_depend_on_the_cache(self, fields):
-        model = tiny(**fields)
-        ids, mask, likeliest = padded(model)
-        draws = []
+    def test_sampling_does_not_depend_on_the_cache(self, name):
+        model, (ids, mask), draws = tiny(**FIELDS[name]), padded(), []
         for way in WAYS.values():
             torch.manual_seed(3)
             arguments = {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "max_new_tokens": NEW}
             draws.append(model.generate(ids, attention_mask=mask, **arguments, **way)[:, ids.shape[1] :])
         assert all(torch.equal(draw, draws[0]) for draw in draws)
-        assert not torch.equal(draws[0], likeliest)
+        assert not torch.equal(draws[0], greedy_alone(name))
 
     @models
     @pytest.mark.parametrize("window", [None, 4])
-    @pytest.mark.parametrize("helper", ["model", "prompt"])
-    def test_assisted(self, fields, window, helper):
+    def test_assisted(self, name, window):
         """By a small model of its own kind, or by n-grams of the prompt; refused tokens are taken out of the cache again."""
-        model = tiny(**fields, sliding_window=window)
-        ids = tokens(1, 4).repeat(1, 3)
+        model, ids = tiny(**FIELDS[name], sliding_window=window), tokens(1, 4).repeat(1, 3)
         mask = torch.ones_like(ids)
-        assistant = tiny(**fields, seed=3, num_hidden_layers=1)
-        how = {"assistant_model": assistant} if helper == "model" else {"prompt_lookup_num_tokens": 3}
+        assistant = tiny(**FIELDS[name], seed=3, num_hidden_layers=1)
         expected = greedy(model, ids, attention_mask=mask, use_cache=False)
-        assert torch.equal(greedy(model, ids, attention_mask=mask, **how), expected)
+        for how in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+            assert torch.equal(greedy(model, ids, attention_mask=mask, **how), expected), how
 
     @models
-    def test_assisted_by_its_own_first_layer(self, fields):
+    def test_assisted_by_its_own_first_layer(self, name):
         """Drafts leave out the last layer: it runs less often than the first, and tokens are the same."""
-        model = tiny(**fields)
-        ids = tokens(1, 4).repeat(1, 3)
+        model, ids = tiny(**FIELDS[name]), tokens(1, 4).repeat(1, 3)
         mask, runs = torch.ones_like(ids), []
         for layer in (model.model.layers[0], model.model.layers[-1]):
             layer.register_forward_hook(lambda layer, *_: runs.append(layer))
@@ -189,72 +177,63 @@ class TestSearch:
 
 class TestCaches:
     @pytest.mark.parametrize("kind", TYPES)
-    @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
     @pytest.mark.parametrize("window", [None, 4])
-    def test_chunked_prefill(self, kind, cache_kind, implementation, window):
+    def test_chunked_prefill(self, kind, window):
         """Several tokens against a cache that holds some: the same as the whole row at once."""
-        model = tiny(attention_type=kind, implementation=implementation, sliding_window=window)
-        ids = tokens(2, 14)
+        model, ids = tiny(attention_type=kind, sliding_window=window), tokens(2, 14)
         expected = expected_logits(model, ids, allowed=causal(14, window))
-        cache = cache_of(cache_kind, model, 17)
-        parts = []
-        for part in ids.split((5, 1, 2, 6), 1):
+        for implementation, cache_kind in itertools.product(IMPLEMENTATIONS, ("dynamic", "static")):
+            model.set_attn_implementation(implementation)
+            cache = cache_of(cache_kind, model, 17)
             with torch.no_grad():
-                parts.append(model(part, past_key_values=cache).logits)
-        assert relative_error(torch.cat(parts, 1), expected) < TOLERANCE
-        assert int(cache.get_seq_length()) == 14
+                parts = [model(part, past_key_values=cache).logits for part in ids.split((5, 1, 2, 6), 1)]
+            assert relative_error(torch.cat(parts, 1), expected) < TOLERANCE, (implementation, cache_kind)
+            assert int(cache.get_seq_length()) == 14
 
     @pytest.mark.parametrize("kind", TYPES)
-    @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
     @pytest.mark.parametrize("window", [None, 4])
     @pytest.mark.parametrize("with_positions", [False, True])
-    @pytest.mark.parametrize("widened", [False, True])
-    def test_chunked_prefill_with_padding_and_holes(self, kind, cache_kind, window, with_positions, widened):
+    def test_chunked_prefill_with_padding_and_holes(self, kind, window, with_positions):
         """With the mask as wide as the tokens so far, or as the whole cache already."""
-        model = tiny(attention_type=kind, sliding_window=window)
-        ids = tokens(2, 14)
+        model, ids = tiny(attention_type=kind, sliding_window=window), tokens(2, 14)
         mask = torch.ones(2, 14, dtype=torch.long)
         mask[0, :3] = 0
         if window is None or not with_positions:  # a window counts holes, so rows alone would be no reference
             mask[1, 2] = mask[1, 6:8] = 0
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
-        cache = cache_of(cache_kind, model, 17)
-        parts, at = [], 0
-        for part in ids.split((5, 1, 2, 6), 1):
-            end = at + part.shape[1]
-            given = mask if widened and cache_kind == "static" else mask[:, :end]
-            more = {"position_ids": positions[:, at:end]} if with_positions else {}
-            with torch.no_grad():
-                parts.append(model(part, past_key_values=cache, attention_mask=given, **more).logits)
-            at = end
-        out = torch.cat(parts, 1)
-        for row in range(2):
-            real = mask[row].bool()
+        real, positions, expected = mask.bool(), (mask.cumsum(1) - 1).clamp_min(0), []
+        for row, kept in zip(ids, real, strict=True):
             if with_positions:
-                kept = ids[row, real]
-                expected = expected_logits(model, kept[None], allowed=causal(len(kept), window))[0]
+                allowed = causal(int(kept.sum()), window)
+                expected.append(expected_logits(model, row[kept][None], allowed=allowed)[0])
             else:
-                allowed = causal(14, window) & real
-                expected = expected_logits(model, ids[row][None], allowed=allowed)[0, real]
-            assert relative_error(out[row, real], expected) < TOLERANCE
+                expected.append(expected_logits(model, row[None], allowed=causal(14, window) & kept)[0, kept])
+        for cache_kind, widened in (("dynamic", False), ("static", False), ("static", True)):
+            cache, parts, at = cache_of(cache_kind, model, 17), [], 0
+            for part in ids.split((5, 1, 2, 6), 1):
+                end = at + part.shape[1]
+                given = mask if widened else mask[:, :end]
+                more = {"position_ids": positions[:, at:end]} if with_positions else {}
+                with torch.no_grad():
+                    parts.append(model(part, past_key_values=cache, attention_mask=given, **more).logits)
+                at = end
+            for row, found in enumerate(torch.cat(parts, 1)):
+                assert relative_error(found[real[row]], expected[row]) < TOLERANCE, (cache_kind, widened)
 
     @pytest.mark.parametrize("kind", TYPES)
-    @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
-    def test_packed_documents_into_a_cache(self, kind, cache_kind):
-        model = tiny(attention_type=kind)
-        ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
-        parts = [expected_logits(model, part) for part in ids.split((5, 7), 1)]
-        with torch.no_grad():
+    @torch.no_grad()
+    def test_packed_documents_into_a_cache(self, kind):
+        model, ids = tiny(attention_type=kind), tokens(1, 12)
+        positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+        expected = torch.cat([expected_logits(model, part) for part in ids.split((5, 7), 1)], 1)
+        for cache_kind in ("dynamic", "static"):
             out = model(ids, position_ids=positions, past_key_values=cache_of(cache_kind, model, 17)).logits
-        assert relative_error(out, torch.cat(parts, 1)) < TOLERANCE
+            assert relative_error(out, expected) < TOLERANCE, cache_kind
 
     @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
     @pytest.mark.parametrize("window", [None, 3])
     def test_packed_documents_beside_a_past(self, cache_kind, window):
         """The cached tokens go on into the first new document, and the second sees neither."""
-        model = tiny(sliding_window=window)
-        ids = tokens(1, 12)
+        model, ids = tiny(sliding_window=window), tokens(1, 12)
         cache = cache_of(cache_kind, model, 17)
         with torch.no_grad():
             model(ids[:, :4], past_key_values=cache)
@@ -265,21 +244,10 @@ class TestCaches:
         assert relative_error(out, torch.cat((first, second), 1)) < TOLERANCE
 
     def test_cache_is_made_only_where_it_is_used(self):
-        model = tiny()
-        ids = tokens(1, 4)
+        model, ids = tiny(), tokens(1, 4)
         assert model(ids).past_key_values.get_seq_length() == 4
         assert model(ids, use_cache=False).past_key_values is None
         assert model.train()(ids).past_key_values is None
-
-    @pytest.mark.parametrize("name", FIELDS)
-    def test_static_cache_holds_the_shapes_of_the_layout(self, name):
-        model = tiny(**FIELDS[name])
-        cache = cache_of("static", model, 9)
-        with torch.no_grad():
-            model(tokens(2, 4), past_key_values=cache)
-        layout, layer = model.config.head_layout(), cache.layers[0]
-        assert layer.keys.shape == (2, layout.cache_heads, 9, layout.key_width)
-        assert layer.values.shape == (2, layout.cache_heads, 9, layout.value_width)
 
 
 class TestOtherCaches:
@@ -295,15 +263,13 @@ class TestOtherCaches:
 
 
 class TestStopping:
-    @pytest.mark.parametrize("kind", VARIANTS)
-    def test_stop_strings(self, kind):
+    def test_stop_strings(self):
         """The row ends with the string's last token; a token is a letter or a digit."""
         letters = (string.ascii_letters + string.digits)[:VOCABULARY]
         characters = Tokenizer(BPE({letter: place for place, letter in enumerate(letters)}, []))
         characters.decoder = Fuse()
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters)
-        model = tiny(attention_type=kind)
-        ids = tokens(1, 5)
+        model, ids = tiny(), tokens(1, 5)
         arguments = {"attention_mask": torch.ones_like(ids), "use_cache": True}
         whole = greedy(model, ids, **arguments)[0]
         stop = letters[whole[2]] + letters[whole[3]]
@@ -311,8 +277,7 @@ class TestStopping:
         end = next(at for at in range(1, NEW) if torch.equal(whole[at - 1 : at + 1], whole[2:4])) + 1
         assert torch.equal(out, whole[:end])
 
-    @pytest.mark.parametrize("kind", VARIANTS)
-    def test_streamer_gets_what_is_returned(self, kind):
+    def test_streamer_gets_what_is_returned(self):
         class Kept(BaseStreamer):
             def __init__(self):
                 self.ids, self.ended = [], False
@@ -323,16 +288,14 @@ class TestStopping:
             def end(self):
                 self.ended = True
 
-        model, kept = tiny(attention_type=kind), Kept()
-        ids = tokens(1, 5)
+        model, kept, ids = tiny(), Kept(), tokens(1, 5)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, streamer=kept)
         assert kept.ids == out[0].tolist()
         assert kept.ended
 
-    @pytest.mark.parametrize("kind", VARIANTS)
-    def test_end_of_text_stops_a_row_alone(self, kind):
-        model = tiny(attention_type=kind)
-        ids, mask, expected = padded(model)
+    @pytest.mark.parametrize("name", ["diff, 4 groups", "softmax, 4 groups"])
+    def test_end_of_text_stops_a_row_alone(self, name):
+        model, (ids, mask), expected = tiny(**FIELDS[name]), padded(), greedy_alone(name)
         last = expected[0, 3].item()
         for way in WAYS.values():
             out = greedy(model, ids, NEW, attention_mask=mask, eos_token_id=last, **way)
@@ -354,13 +317,13 @@ def decoded(model, cache, steps, call):
 class TestADecodeStep:
     @models
     @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
-    def test_reads_the_cache_itself_once_a_layer(self, fields, cache_kind, monkeypatch):
+    def test_reads_the_cache_itself_once_a_layer(self, name, cache_kind, monkeypatch):
         """One call of the op for each layer, with the cache's own tensors: no copy, and no key or value for every head."""
         calls = []
         op = attention.attend
         for module in (base, head_norm):
             monkeypatch.setattr(module, "attend", lambda *args, **options: calls.append(args) or op(*args, **options))
-        model = tiny(**fields)
+        model = tiny(**FIELDS[name])
         cache = cache_of(cache_kind, model, 12)
         with torch.no_grad():
             model(tokens(1, 5), past_key_values=cache)
@@ -378,21 +341,20 @@ class TestADecodeStep:
 
     @pytest.mark.slow
     @models
-    def test_compiled_as_one_graph(self, fields):
-        model = tiny(**fields)
+    def test_compiled_as_one_graph(self, name):
+        model = tiny(**FIELDS[name])
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         out, expected = decoded(model, cache_of("static", model, 12), 3, compiled)
         assert relative_error(out, expected) < 1e-5
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("kind", VARIANTS)
-    def test_generate_compiled(self, kind):
+    def test_generate_compiled(self):
         """`generate` compiles the step of a static cache where it is told to, the CPU included."""
-        model = tiny(attention_type=kind)
-        ids, mask, expected = padded(model)
+        name = "diff, 4 groups"
+        model, (ids, mask) = tiny(**FIELDS[name]), padded()
         torch._dynamo.reset()
         options = CompileConfig(fullgraph=True, backend="aot_eager")
         options._compile_all_devices = True
         out = greedy(model, ids, NEW, attention_mask=mask, cache_implementation="static", compile_config=options)
-        assert torch.equal(out, expected)
+        assert torch.equal(out, greedy_alone(name))

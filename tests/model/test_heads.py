@@ -34,11 +34,8 @@ def with_head(head, seed=0, **fields):
     return scramble(getattr(difftransformer, f"DiffTransformerFor{head}")(tiny_config(**fields)), seed).eval()
 
 
-@pytest.fixture
-def encoder():
-    return lambda attention_type, **fields: with_head(
-        "MaskedLM", attention_type=attention_type, is_causal=False, **fields
-    )
+def encoder(attention_type):
+    return with_head("MaskedLM", attention_type=attention_type, is_causal=False, embedding_multiplier=3.3)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -52,15 +49,19 @@ def test_transformers_tables_have_our_classes(head):
 
 @pytest.mark.parametrize("head", LABELS)
 def test_the_twin_is_llama(head):
-    """Outputs and loss of the plain Transformer with each head are those of Llama's class with the same weights."""
-    ours = with_head(head, attention_type="softmax", num_labels=3, num_key_value_heads=2)
-    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    fields += ("num_key_value_heads", "pad_token_id", "tie_word_embeddings", "rope_parameters", "num_labels")
-    config = LlamaConfig(rms_norm_eps=1e-5, **{name: getattr(ours.config, name) for name in fields})
+    """Outputs and loss of the plain Transformer with each head, against Llama's class with the multiplied embedding."""
+    fields = {"attention_type": "softmax", "num_key_value_heads": 2, "tie_word_embeddings": False}
+    ours = with_head(head, num_labels=3, embedding_multiplier=3.3, **fields)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "pad_token_id", "tie_word_embeddings", "rope_parameters", "num_labels")
+    config = LlamaConfig(rms_norm_eps=1e-5, **{name: getattr(ours.config, name) for name in names})
     theirs = getattr(transformers, f"LlamaFor{head}")(config).eval()
     # Llama calls the base model of its question answering `transformer`.
-    names = {name: name.replace("model.", f"{theirs.base_model_prefix}.") for name in ours.state_dict()}
-    theirs.load_state_dict({names[name]: tensor for name, tensor in ours.state_dict().items()})
+    state = {
+        name.replace("model.", f"{theirs.base_model_prefix}."): tensor * (3.3 if "embed" in name else 1)
+        for name, tensor in ours.state_dict().items()
+    }
+    theirs.load_state_dict(state)
     ids = tokens(2, 7)
     ids[1, 5:] = 0  # padding on the right
     inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
@@ -76,7 +77,7 @@ def test_the_twin_is_llama(head):
     ("side", "attention_type"),
     [("left", "diff"), ("right", "diff"), *((side, kind) for side in ("both", "holes") for kind in VARIANTS)],
 )
-def test_a_padded_batch_equals_the_equations_row_by_row(side, attention_type, encoder):
+def test_a_padded_batch_equals_the_equations_row_by_row(side, attention_type):
     model, lengths, width = encoder(attention_type), (4, 7, 1), 9
     ids, mask = tokens(3, width), torch.zeros(3, width, dtype=torch.long)  # padding holds any tokens
     places = []
@@ -97,14 +98,14 @@ def test_a_padded_batch_equals_the_equations_row_by_row(side, attention_type, en
                 assert (padded[row, place] - model(real[None]).logits[0]).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_packed_rows_of_an_encoder(encoder):
+def test_packed_rows_of_an_encoder():
     model, parts = encoder("diff"), [tokens(1, length, seed=length) for length in (4, 6)]
     packed = model(torch.cat(parts, 1), position_ids=torch.cat([torch.arange(4), torch.arange(6)])[None]).logits
     apart = torch.cat([model(part).logits for part in parts], 1)
     torch.testing.assert_close(packed, apart, atol=1e-5, rtol=1e-5)
 
 
-def test_the_masked_loss_is_the_mean_over_masked_tokens(encoder):
+def test_the_masked_loss_is_the_mean_over_masked_tokens():
     model, ids = encoder("diff"), tokens(2, 7)
     labels = torch.full_like(ids, -100)
     labels[0, 2], labels[1, 5], labels[1, 0] = 7, 9, 11
@@ -114,7 +115,7 @@ def test_the_masked_loss_is_the_mean_over_masked_tokens(encoder):
     torch.testing.assert_close(out.loss, expected)
 
 
-def test_an_encoder_does_not_generate(encoder, tmp_path):
+def test_an_encoder_does_not_generate(tmp_path):
     encoder("diff").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="is_causal=False: a language model that generates"):
         AutoModelForCausalLM.from_pretrained(tmp_path)

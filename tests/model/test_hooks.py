@@ -5,14 +5,7 @@ import torch
 
 from tests.support.tiny_models import tiny, tokens
 
-CASES = {
-    "softmax": {},
-    "diff": {},
-    "diff, head": {"lambda_form": "head"},
-    "diff_v2": {},
-    "grouped_diff": {},
-    "dex": {},
-}
+CASES = {"softmax": {}, "diff": {}, "diff, head": {"lambda_form": "head"}, "diff_v2": {}, "grouped_diff": {}, "dex": {}}
 
 
 def offload(model):

@@ -71,9 +71,8 @@ def test_caches_padding_and_packed_documents(kind):
         assert close(model(ids).logits, whole)
 
 
-@pytest.mark.parametrize("kind", ["diff", "grouped_diff"])
-def test_compiled_without_a_graph_break(kind):
-    model, ids = model_of(kind, num_hidden_layers=1).train(), tokens(2, 9)
+def test_gradients_compiled_without_a_graph_break():
+    model, ids = model_of("diff", num_hidden_layers=1).train(), tokens(2, 9)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     grads = []
@@ -99,7 +98,7 @@ def test_probes_see_the_maps_of_normed_queries_and_keys(kind):
     assert all(close(found[layer], expected) for layer, expected in enumerate(maps))
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.mark.parametrize("kind", ["softmax", "grouped_diff_v2"])
 @torch.no_grad()
 def test_it_is_saved_opened_and_exported(kind, tmp_path):
     model, ids = model_of(kind), tokens(1, 9)

@@ -163,27 +163,21 @@ def test_configurations_that_no_weights_have(fields, message, tmp_path, fails):
     assert message in fails("generate", tmp_path / "model", "a")
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", "{"])
-def test_generation_settings_that_are_no_object(text, tmp_path, fails):
-    tiny_folders.saved(tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text(text)
-    assert "generation_config.json" in fails("generate", tmp_path / "model", "a")
+TEMPLATES = ["{% for", "{{ 1 / 0 }}", "{{ messages[5].x.y }}", "{{ ''.__class__.__mro__ }}"]
+TEMPLATES += ["{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2]
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("name", "text", "words"),
     [
-        "{% for",
-        "{{ 1 / 0 }}",
-        "{{ messages[5].x.y }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2,
+        *(("generation_config.json", text, "generation_config.json") for text in ("[]", "3", "null", "{")),
+        *(("chat_template.jinja", text, "chat template") for text in TEMPLATES),
     ],
 )
-def test_broken_chat_templates(template, tmp_path, fails):
+def test_settings_that_are_no_object_and_broken_chat_templates(name, text, words, tmp_path, fails):
     tiny_folders.saved(tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    assert "chat template" in fails("generate", tmp_path / "model", "a", "--chat")
+    (tmp_path / "model" / name).write_text(text)
+    assert words in fails("generate", tmp_path / "model", "a", *["--chat"] * (words == "chat template"))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")

@@ -19,7 +19,6 @@ from tests.support.tiny_models import tiny, tokens
 CASES = {
     "diff": {},
     "diff_v2": {"attention_type": "diff_v2"},
-    "grouped_diff": {"attention_type": "grouped_diff"},
     "grouped_diff_v2": {"attention_type": "grouped_diff_v2"},
     "dex": {"attention_type": "dex"},
     "softmax": {"attention_type": "softmax"},

@@ -43,3 +43,16 @@ def read_run():
         return plain, [dataclasses.asdict(line) for line in validations]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def _plain_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("plain") / "run"
+
+
+@pytest.fixture
+def plain_run(_plain_folder, train_toy):
+    """The folder of the toy's run with all of its checkpoints, trained once for all tests, which only read it."""
+    if not (_plain_folder / "checkpoints" / "step-000008").exists():
+        train_toy(_plain_folder, keep_checkpoints=9)
+    return _plain_folder

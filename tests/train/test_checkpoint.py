@@ -16,17 +16,11 @@ from difftransformer.train.checkpoint import delete_checkpoint
 from difftransformer.train.config import CheckpointConfig
 
 
-@pytest.fixture(scope="session")
-def _trained(tmp_path_factory):
-    return tmp_path_factory.mktemp("trained")
-
-
 @pytest.fixture
-def run(_trained, train_toy, tmp_path):
+def run(plain_run, tmp_path):
     """A copy of a trained run with checkpoints of steps 6 and 8."""
-    train_toy(_trained)  # the first time; then there is nothing left to do
     folder = tmp_path / "run"
-    shutil.copytree(_trained, folder)
+    shutil.copytree(plain_run, folder, ignore=shutil.ignore_patterns("step-000003"))
     assert names(folder) == ["step-000006", "step-000008"]
     return folder
 
@@ -169,9 +163,7 @@ def test_a_full_disk_keeps_and_names_the_older_checkpoint(run, train_toy, monkey
     with monkeypatch.context() as patch:
         if where == "moments":
             write = saving.save_file
-            patch.setattr(
-                saving, "save_file", lambda *a, **k: full_disk() if a[1].stem == "optimizer" else write(*a, **k)
-            )
+            patch.setattr(saving, "save_file", lambda *a, **k: (full_disk if "opt" in a[1].stem else write)(*a, **k))
         elif where == "tokenizer":
             patch.setattr("difftransformer.data.tokenizer.write_text_atomically", full_disk)
         else:
@@ -195,14 +187,8 @@ def test_a_full_disk_at_the_first_checkpoint(tmp_path, train_toy, monkeypatch):
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-@pytest.fixture
-def undisturbed(tmp_path, train_toy, read_run):
-    train_toy(tmp_path / "undisturbed", checkpoint_every=1, keep_checkpoints=9)
-    return tmp_path / "undisturbed"
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, undisturbed, monkeypatch, asynchronous):
+def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, plain_run, monkeypatch, asynchronous):
     write = saving.save_file
 
     def full_at_times(tensors, path, **options):
@@ -215,7 +201,7 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, 
     for step, warning in zip((3, 4), warned, strict=True):
         words = f"step {step} cannot be written .*step-000002 is kept and complete; training goes on$"
         assert re.search(words, str(warning.message))
-    assert read_run(tmp_path / "run") == read_run(undisturbed)
+    assert read_run(tmp_path / "run") == read_run(plain_run)
     assert verify_checkpoint(checkpoints(tmp_path / "run")[-1]).step == 8
 
 
@@ -238,7 +224,7 @@ def hang(monkeypatch):
     return hang_at
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, train_toy, read_run, undisturbed, hang):
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, train_toy, read_run, plain_run, hang):
     run, released = tmp_path / "run", hang(3)
 
     def release(metrics):
@@ -248,29 +234,28 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, train_toy, rea
 
     train_toy(run, keep_checkpoints=9, checkpoint=CheckpointConfig(asynchronous=True), on_metrics=release)
     assert released.is_set()
-    assert read_run(run) == read_run(undisturbed)
+    assert read_run(run) == read_run(plain_run)
     assert names(run) == ["step-000003", "step-000006", "step-000008"]
     for path in checkpoints(run):
         assert verify_checkpoint(path).step == int(path.name[-1])
         for file in ("model.safetensors", "optimizer.safetensors"):
-            assert (path / file).read_bytes() == (undisturbed / "checkpoints" / path.name / file).read_bytes()
+            assert (path / file).read_bytes() == (plain_run / "checkpoints" / path.name / file).read_bytes()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_writer_that_hangs_ends_the_run(tmp_path, train_toy, read_run, undisturbed, hang, asynchronous):
+def test_a_writer_that_hangs_ends_the_run(tmp_path, train_toy, read_run, plain_run, hang, asynchronous):
     released, how = hang(4), CheckpointConfig(asynchronous=asynchronous, timeout_seconds=2.0)
     before = threading.active_count()
     with pytest.raises(CheckpointError) as error:
         train_toy(tmp_path / "run", checkpoint_every=2, checkpoint=how)
-    assert re.search(
-        r"step 4 cannot be written \(it has not ended after 2 s\); .*step-000002 is kept and complete", str(error.value)
-    )
+    words = r"step 4 cannot be written \(it has not ended after 2 s\); .*step-000002 is kept and complete"
+    assert re.search(words, str(error.value))
     assert names(tmp_path / "run") == ["step-000002"]
     released.set()
     while threading.active_count() > before:
         threading.Event().wait(0.01)
     train_toy(tmp_path / "run", checkpoint_every=2)
-    assert read_run(tmp_path / "run") == read_run(undisturbed)
+    assert read_run(tmp_path / "run") == read_run(plain_run)
 
 
 def test_order_is_by_step_beyond_six_digits(tmp_path):

@@ -14,6 +14,7 @@ from difftransformer.errors import ConfigError, DiffTransformerError
 from difftransformer.train import Interrupted, checkpoints, trainer
 from difftransformer.train.faults import OUTLIER_STEPS, Faults
 from difftransformer.train.metrics import read_lines
+from tests.train.test_resume import stop_after
 
 
 @pytest.fixture
@@ -81,13 +82,8 @@ def test_a_skipped_step_leaves_weights_and_moments(train_toy, tmp_path, read_run
 
 def test_going_back_leaves_out_the_batches_since_the_checkpoint(train_toy, tmp_path, read_run, poison, monkeypatch):
     """As a run that was stopped at the checkpoint of step 3, and then sees the batches after the fifth."""
-
-    def stop(metrics):
-        if metrics.step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
     with pytest.raises(Interrupted):
-        train_toy(tmp_path / "reference", on_metrics=stop)
+        train_toy(tmp_path / "reference", on_metrics=stop_after(3))
     put_back = Loader.load_state_dict
     with monkeypatch.context() as patch:
         patch.setattr(Loader, "load_state_dict", lambda self, state: put_back(self, state | {"step": 5}))
@@ -180,14 +176,10 @@ def test_an_outlier_is_skipped_also_after_resuming(train_toy, tmp_path, read_run
     monkeypatch.setattr(Loader, "__next__", lambda self: steps.append(self.step + 1) or draw(self))
     monkeypatch.setattr(trainer, "summed_next_token_nll", steep)
 
-    def stop(metrics):
-        if metrics.step == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-
     with pytest.warns(UserWarning, match="step 7 has loss .*; it is skipped"):
         train_toy(tmp_path / "whole", outlier_sigmas=6.0)
     with pytest.raises(Interrupted):
-        train_toy(tmp_path / "cut", outlier_sigmas=6.0, on_metrics=stop)
+        train_toy(tmp_path / "cut", outlier_sigmas=6.0, on_metrics=stop_after(6))
     with pytest.warns(UserWarning, match="step 7 has loss .*; it is skipped"):
         train_toy(tmp_path / "cut", outlier_sigmas=6.0)
     assert read_run(tmp_path / "cut") == read_run(tmp_path / "whole")

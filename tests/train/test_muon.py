@@ -1,15 +1,15 @@
 """Muon for hidden matrices: which parameters it takes, what a step does, and resuming."""
 
 import dataclasses
-import os
-import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from difftransformer.errors import ConfigError
-from difftransformer.train import Interrupted, OptimizerConfig, build_model
+from difftransformer.train import Interrupted, OptimizerConfig, build_model, checkpoints
 from difftransformer.train.optim import build_optimizer
+from tests.train.test_resume import stop_after
 
 MUON = OptimizerConfig(method="muon", learning_rate=0.01, weight_decay=0.0)
 
@@ -44,13 +44,9 @@ def test_update_is_the_nearest_orthogonal_matrix():
     inner = left.T @ update @ right.T
     assert (inner.diagonal() - 1).abs().max() < 0.35
     assert (inner - inner.diagonal().diag()).abs().max() < 0.05
-    for name in (
-        "embedding.weight",
-        "output.weight",
-        "row.weight",
-        "wide.bias",
-    ):  # AdamW's first step: the sign of the gradient
+    for name in ("embedding.weight", "output.weight", "row.weight", "wide.bias"):
         parameter = model.get_parameter(name)
+        # AdamW's first step: the sign of the gradient
         assert torch.allclose(before[name] - parameter, 0.01 * parameter.grad.sign(), atol=1e-6), name
 
 
@@ -65,21 +61,16 @@ def test_takes_hidden_matrices(model_config, attention_type):
     assert muon == {name for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name}
 
 
-def test_resumes_bitwise(tmp_path, toy_recipe, train_toy, read_run):
+def test_resumes_bitwise(tmp_path, toy_recipe, train_toy, read_run, plain_run):
     optimizer = dataclasses.replace(toy_recipe.training.optimizer, method="muon")
-
-    def stop(metrics):
-        if metrics.step == 5 and hasattr(metrics, "loss_nats"):
-            os.kill(os.getpid(), signal.SIGINT)
-
     whole = train_toy(tmp_path / "whole", optimizer=optimizer)
     with pytest.raises(Interrupted):
-        train_toy(tmp_path / "cut", optimizer=optimizer, on_metrics=stop)
+        train_toy(tmp_path / "cut", optimizer=optimizer, on_metrics=stop_after(5))
     resumed = train_toy(tmp_path / "cut", optimizer=optimizer)
     assert read_run(tmp_path / "cut") == read_run(tmp_path / "whole")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
-    adamw = train_toy(tmp_path / "adamw")
-    assert not torch.equal(adamw.model.layers[0].mlp.up_proj.weight, whole.model.layers[0].mlp.up_proj.weight)
+    adamw = load_file(checkpoints(plain_run)[-1] / "model.safetensors")
+    assert not torch.equal(adamw["model.layers.0.mlp.up_proj.weight"], whole.model.layers[0].mlp.up_proj.weight)
 
 
 def test_momentum_is_a_rate():

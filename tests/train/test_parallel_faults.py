@@ -102,10 +102,7 @@ def flip(path):
 
 @pytest.mark.parametrize(
     ("file", "damage"),
-    [
-        ("model-00002-of-00002.safetensors", flip),
-        ("optimizer-00002-of-00002.safetensors", lambda path: path.unlink()),
-    ],
+    [("model-00002-of-00002.safetensors", flip), ("optimizer-00002-of-00002.safetensors", lambda path: path.unlink())],
 )
 def test_a_damaged_or_missing_file_of_one_process(faults, toy_shards, tmp_path, file, damage):
     shutil.copytree(faults[0] / "plain" / "diff", tmp_path / "diff")
