@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from difftransformer.attention import (
-    VARIANTS,
-    DifferentialAttention,
-    HeadLayout,
-    RMSNorm,
-    SoftmaxAttention,
-    variant,
-)
+from difftransformer.attention import VARIANTS, DifferentialAttention, HeadLayout, RMSNorm, SoftmaxAttention, variant
 from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.ops.rotary import inverse_frequencies, rotary_tables
 from tests.support import fresh
@@ -67,11 +60,7 @@ class TestDifferential:
         table = rotary_tables(torch.arange(7)[None], inverse_frequencies(8))
         plain, _ = layer(hidden, position_embeddings=table, is_causal=False)
         crossed, _ = layer(
-            hidden,
-            context=hidden,
-            position_embeddings=table,
-            context_position_embeddings=table,
-            is_causal=False,
+            hidden, context=hidden, position_embeddings=table, context_position_embeddings=table, is_causal=False
         )
         unrotated, _ = layer(hidden, context=hidden, position_embeddings=table, is_causal=False)
         assert torch.allclose(plain, crossed, rtol=0, atol=1e-12)

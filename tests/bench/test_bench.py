@@ -390,11 +390,7 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
         "Left out: DiffLlama eager of forward fp32 64/8/8, forward+backward fp32 64/8/8: 5 copies of its n x n maps"
     )
     assert left_out in text
-    for said in (
-        "Attention, forward+backward",
-        "Attention, decode",
-        "geometric",
-    ):
+    for said in ("Attention, forward+backward", "Attention, decode", "geometric"):
         assert said in text
     assert re.search(r"8 of 8: attention, fp32 decode .*, about \d+ s left\n", text)
     assert (tmp_path / "attention.svg").read_text().startswith("<?xml")

@@ -111,9 +111,7 @@ print(softmax_attention(x, x, x).shape)
     [
         ([], "triton: runs on CUDA devices, not on cpu (with TRITON_INTERPRET=1 set before Python starts, on the CPU)"),
         pytest.param(
-            ["triton"],
-            "triton: needs the triton package: pip install 'difftransformer[gpu]'",
-            marks=pytest.mark.slow,
+            ["triton"], "triton: needs the triton package: pip install 'difftransformer[gpu]'", marks=pytest.mark.slow
         ),
     ],
     ids=["no interpreter", "no package"],

@@ -112,16 +112,7 @@ class Popen:
     """`subprocess.Popen` of `python -m MODULE ...` or `python -c CODE ...`, as far as tests use it."""
 
     def __init__(
-        self,
-        command,
-        *,
-        stdin=None,
-        stdout=None,
-        stderr=None,
-        cwd=".",
-        env=None,
-        text=False,
-        start_new_session=False,
+        self, command, *, stdin=None, stdout=None, stderr=None, cwd=".", env=None, text=False, start_new_session=False
     ):
         interpreter, flag, program, *words = command
         assert interpreter == sys.executable

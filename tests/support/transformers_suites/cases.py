@@ -68,11 +68,8 @@ class Tester:
 
     def __init__(self, classes, options):
         self.config_class, self.base_model_class, self.causal_lm_class = classes[:3]
-        (
-            self.question_answering_class,
-            self.sequence_classification_class,
-            self.token_classification_class,
-        ) = classes[3:]
+        self.question_answering_class, self.sequence_classification_class = classes[3:5]
+        self.token_classification_class = classes[5]
         self.options = options
         vars(self).update(SIZES)
         if hasattr(self.config_class, "head_layout"):
