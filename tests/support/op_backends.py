@@ -47,6 +47,7 @@ class OpBackend:
             rounded terms, which may be larger than their difference, as its documentation says.
         tolerance: Of fp32, relative to the largest number.
         is_heavy: Whether it takes a second for a call here, so that most calls are slow tests.
+        is_further_form: Whether it shares most of its code with another row, so that few calls show what is its own.
     """
 
     name: str
@@ -60,6 +61,7 @@ class OpBackend:
     times: int = 2
     tolerance: float = 2e-5
     is_heavy: bool = False
+    is_further_form: bool = False
 
     def __str__(self) -> str:
         return self.label or self.name
@@ -246,6 +248,7 @@ INTERPRETED = {
     "low": (torch.float16,),
     "is_heavy": True,
 }
+FURTHER_FORM = INTERPRETED | {"is_further_form": True}
 ON_CUDA = {"device": "cuda", "marks": (pytest.mark.gpu,), "provide": has_cuda}
 FLASH = {
     "name": "flash", "times": 3, "takes": flash_takes, "differentiates": lambda case: "kv_lengths" not in case.kwargs
@@ -258,9 +261,9 @@ TABLE = (
     OpBackend(name="sdpa", times=3),
     OpBackend(name="cpu", marks=(needs_kernels,)),
     OpBackend(**INTERPRETED),
-    OpBackend(**INTERPRETED, label="atomic triton", provide=lambda patch: force_forms(patch, "atomic")),
+    OpBackend(**FURTHER_FORM, label="atomic triton", provide=lambda patch: force_forms(patch, "atomic")),
     OpBackend(
-        **INTERPRETED,
+        **FURTHER_FORM,
         label="both_maps triton",
         provide=lambda patch: force_forms(patch, "both_maps"),
         takes=lambda case: case.lam is not None,
@@ -279,7 +282,7 @@ FUSED = ("cpu", "triton")
 FORMS = ("triton", "atomic triton", "both_maps triton")
 
 
-def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, **more):
+def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, few=None, **more):
     """Run a test with each of some backends; the fixture `backend` makes it available.
 
     Args:
@@ -288,6 +291,7 @@ def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, **mo
         dtypes: Dtypes, or "low" for those that the backend has below fp32.
         quick: Names of the cases that are quick tests; all if None.
         heavy: As `quick`, for backends that are heavy.
+        few: By label, names of the only cases that a row takes; a further form takes those that are quick tests.
         more: Further marks by label.
     """
     names = ["backend", *["case"] * (cases is not None), *["dtype"] * (dtypes is not None)]
@@ -295,6 +299,9 @@ def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, **mo
     for row in (row for row in TABLE if str(row) in labels):
         named = heavy if row.is_heavy and heavy is not None else quick
         for case in [None] if cases is None else filter(row.takes, cases):
+            only = (few or {}).get(str(row), heavy if row.is_further_form else None)
+            if case is not None and only is not None and case.name not in only:
+                continue
             slow = [pytest.mark.slow] * (case is not None and named is not None and case.name not in named)
             for dtype in [None] if dtypes is None else row.low if dtypes == "low" else dtypes:
                 values = [x for x in (row, case, dtype) if x is not None]
