@@ -288,7 +288,7 @@ def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, few=
     Args:
         labels: Of the rows of `TABLE`.
         cases: Cases, those that the backend does not take left out.
-        dtypes: Dtypes, or "low" for those that the backend has below fp32.
+        dtypes: Dtypes; "low" for those that the backend has below fp32; "both" for fp32 and, unless it is heavy, one of these.
         quick: Names of the cases that are quick tests; all if None.
         heavy: As `quick`, for backends that are heavy.
         few: By label, names of the only cases that a row takes; a further form takes those that are quick tests.
@@ -297,13 +297,15 @@ def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, few=
     names = ["backend", *["case"] * (cases is not None), *["dtype"] * (dtypes is not None)]
     found = []
     for row in (row for row in TABLE if str(row) in labels):
+        both = (torch.float32,) if row.is_heavy else (torch.float32, row.low[0])
+        chosen = {"low": row.low, "both": both}[dtypes] if isinstance(dtypes, str) else dtypes or [None]
         named = heavy if row.is_heavy and heavy is not None else quick
         for case in [None] if cases is None else filter(row.takes, cases):
             only = (few or {}).get(str(row), heavy if row.is_further_form else None)
             if case is not None and only is not None and case.name not in only:
                 continue
             slow = [pytest.mark.slow] * (case is not None and named is not None and case.name not in named)
-            for dtype in [None] if dtypes is None else row.low if dtypes == "low" else dtypes:
+            for dtype in chosen:
                 values = [x for x in (row, case, dtype) if x is not None]
                 words = [str(x).removeprefix("torch.") if x is not case else case.name for x in values]
                 marks = [*row.marks, *slow, *more.get(str(row), ())]
