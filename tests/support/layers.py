@@ -56,18 +56,20 @@ def causal(length, window=99):
 
 def by_hand(
     weights, hidden, context, allowed, *, heads, e, start=None, d=D, value=None, scale=None, eps=1e-5,
-    form="layer", norm="gain", shared_key=False, gate=False,
+    form="layer", norm="gain", shared_key=False, gate=False, prepare=lambda rows, name: rows,
 ):  # fmt: skip
     """Output and map, one signal head at a time. Rows are taken off a projection's front in the order that classes document.
 
     V1 and V2 have a noise head for each signal head. `start` is lambda_init, `value` the constant term of lambda where it is
-    another number, `scale` the factor of the heads where it is not 1 - start.
+    another number, `scale` the factor of the heads where it is not 1 - start. `prepare` gets each map's queries ("q") and keys
+    ("k").
     """
     scale = scale if scale is not None else 1 if norm == "none" else 1 - start
     value = start if value is None else value
     signal, noise, groups = heads
     q, k, v = (x @ weights[f"{name}_proj.weight"].T for x, name in ((hidden, "q"), (context, "k"), (context, "v")))
-    queries, keys, values = list(q.split(d, -1)), list(k.split(d, -1)), v.split(e, -1)
+    queries, keys = ([prepare(rows, name) for rows in x.split(d, -1)] for x, name in ((q, "q"), (k, "k")))
+    values = v.split(e, -1)
     first_q, second_q, first_k, second_k = [], [], [], []
     for _ in range(noise):
         first_q += [queries.pop(0) for _ in range(signal // noise)]
