@@ -68,13 +68,9 @@ def gated(heads, **arguments):
 
 
 def config_of(heads, key_value_heads=None, **more):
-    return DiffTransformerConfig(
-        attention_type="grouped_diff",
-        hidden_size=16 * heads,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        **more,
-    )
+    fields = {"attention_type": "grouped_diff", "hidden_size": 16 * heads, "num_hidden_layers": 2, "vocab_size": 50}
+    fields |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+    return DiffTransformerConfig(**fields | more)
 
 
 @pytest.mark.parametrize(
@@ -174,18 +170,6 @@ def test_microsofts_module_has_neither(layer, words):
         microsoft_attention_state(layer())
 
 
-def gated_config(heads, groups, **fields):
-    return DiffTransformerConfig(
-        attention_type="grouped_diff_v2",
-        vocab_size=50,
-        hidden_size=8 * heads,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        **fields,
-    )
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -198,14 +182,13 @@ def gated_config(heads, groups, **fields):
 )
 def test_heads_of_a_gated_configuration(fields, expected):
     heads, groups, *options = fields
-    config = gated_config(heads, groups, **(options[0] if options else {}))
-    layout = config.head_layout()
+    layout = config_of(heads, groups, attention_type="grouped_diff_v2", **dict(*options)).head_layout()
     assert (layout.num_heads, layout.num_noise_heads, layout.num_key_value_heads) == expected
 
 
 def test_sizes_beside_the_twin():
     """Motif 3's heads: W_Q, W_K, W_V and the cache are the twin's, W_O is smaller, and lambda and the gate are added."""
-    config = gated_config(80, 16)
+    config = config_of(80, 16, attention_type="grouped_diff_v2", hidden_size=640)
     ours, twin, width = count(config), count(config.twin()), config.hidden_size
     assert ours.kv_bytes_per_token == twin.kv_bytes_per_token
     per_layer = -16 * 8 * width + 64 * width + 64 * 8 * width
