@@ -17,14 +17,8 @@ from tests.support.tiny_models import VOCABULARY, tiny, tiny_config
 
 TOKENS = torch.randint(VOCABULARY, (2, 23), generator=torch.Generator().manual_seed(3))
 NUMBERS = torch.randn(2, 23, 8, generator=torch.Generator().manual_seed(4))
-THEIRS = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+THEIRS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+THEIRS |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize("window", [None, 5])

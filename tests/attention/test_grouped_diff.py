@@ -18,14 +18,10 @@ from difftransformer.model import count
 from tests.support.layers import WIDTH, D, layer_of, states
 
 HEADS = {  # signal heads, noise heads, key/value heads
-    "one noise head": (3, 1, 3),
-    "one noise head, one key": (4, 1, 1),
-    "a key for every head": (6, 2, 6),
-    "more keys than noise heads": (8, 2, 4),
-    "as many": (6, 2, 2),
-    "noise heads share a key": (8, 4, 2),
+    "one noise head": (3, 1, 3), "one noise head, one key": (4, 1, 1), "a key for every head": (6, 2, 6),
+    "more keys than noise heads": (8, 2, 4), "as many": (6, 2, 2), "noise heads share a key": (8, 4, 2),
     "one to one": (3, 3, 3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 4), (8, 4, 4)])

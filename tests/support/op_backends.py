@@ -243,11 +243,8 @@ def flash_takes(case):
 # torch.compile hides this warning of its own, unless warnings are errors.
 hidden_by_compile = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 INTERPRETED = {
-    "name": "triton",
-    "marks": (needs_interpreter, overflow_is_fine),
-    "low": (torch.float16,),
-    "is_heavy": True,
-}
+    "name": "triton", "marks": (needs_interpreter, overflow_is_fine), "low": (torch.float16,), "is_heavy": True
+}  # fmt: skip
 FURTHER_FORM = INTERPRETED | {"is_further_form": True}
 ON_CUDA = {"device": "cuda", "marks": (pytest.mark.gpu,), "provide": has_cuda}
 FLASH = {

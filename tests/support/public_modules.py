@@ -197,17 +197,8 @@ def phi4flash(weights, x, depth, window=None):
     width = w["out_proj.weight"].shape[1]
     keys = (rows.shape[1] - width) // 2
     q, k, v = rows[:, :width], rows[:, width : width + keys], rows[:, width + keys :]
-    heads = v1_heads(
-        q,
-        k,
-        v,
-        _lambdas(w, inner),
-        w[inner + "subln.weight"],
-        paper_lambda_init(depth),
-        d,
-        lambda rows, _: rows,
-        causal(len(x), window),
-    )
+    gain, init, allowed = w[inner + "subln.weight"], paper_lambda_init(depth), causal(len(x), window)
+    heads = v1_heads(q, k, v, _lambdas(w, inner), gain, init, d, lambda rows, _: rows, allowed)
     return heads @ w["out_proj.weight"].T + w["out_proj.bias"]
 
 
