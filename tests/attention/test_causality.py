@@ -149,7 +149,7 @@ def test_what_it_refuses(model, inputs, how, words):
 
 def test_the_command(tmp_path, capsys, fails):
     folder = tiny_model(tmp_path / "model")
-    assert main(["check", "causality", folder, "--length", "40"]) == 0
+    assert main(["check", "causality", folder, "--length", "40", "--dtype", "fp32"]) == 0
     said = capsys.readouterr().out
     assert f"{folder}: causal." in said
     assert "39 of 39 positions changed, in one pass, with a cache, packed" in said
@@ -181,5 +181,6 @@ def test_the_command_on_a_model_that_looks_ahead(tmp_path, capsys, monkeypatch, 
         return output
 
     monkeypatch.setattr(DiffTransformerForCausalLM, "forward", leaking)
-    assert main(["check", "causality", folder, "--length", "40", "--backend", "sdpa"]) == 1
+    chosen = [] if only == "bf16" else ["--dtype", "fp32"]  # by default both
+    assert main(["check", "causality", folder, "--length", "40", "--backend", "sdpa", *chosen]) == 1
     assert "NOT causal" in capsys.readouterr().out

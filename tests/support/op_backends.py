@@ -259,19 +259,15 @@ TABLE = (
     OpBackend(name="cpu", marks=(needs_kernels,)),
     OpBackend(**INTERPRETED),
     OpBackend(**FURTHER_FORM, label="atomic triton", provide=lambda patch: force_forms(patch, "atomic")),
-    OpBackend(
-        **FURTHER_FORM,
-        label="both_maps triton",
-        provide=lambda patch: force_forms(patch, "both_maps"),
-        takes=lambda case: case.lam is not None,
-        differentiates=lambda case: False,
-    ),
-    OpBackend(name="flex", provide=flex_as_on_a_gpu, marks=(hidden_by_compile,), times=3, is_heavy=True),
+    OpBackend(**FURTHER_FORM, label="both_maps triton", provide=lambda patch: force_forms(patch, "both_maps"),
+              takes=lambda case: case.lam is not None, differentiates=lambda case: False),
+    OpBackend(name="flex", provide=flex_as_on_a_gpu, marks=(hidden_by_compile,), low=(torch.bfloat16,), times=3,
+              is_heavy=True),
     OpBackend(**FLASH, provide=install_flash),
     OpBackend(**ON_CUDA, name="triton", label="triton on CUDA"),
     OpBackend(**ON_CUDA, name="flex", label="flex on CUDA", times=3, tolerance=1e-3),  # its products may be in TF32
     OpBackend(**FLASH | ON_CUDA | {"provide": has_flash_attn}, label="flash on CUDA"),
-)
+)  # fmt: skip
 LABELS = tuple(map(str, TABLE))
 FLOAT64 = ("reference", "chunked", "sdpa")
 PLAIN = (*FLOAT64, "cpu", "triton")
