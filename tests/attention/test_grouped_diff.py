@@ -72,16 +72,13 @@ def config_of(heads, key_value_heads=None, **more):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [  # signal, noise, key/value heads, cached heads
-        ({"heads": 4}, (3, 1, 3, 1)),
-        ({"heads": 5}, (4, 1, 4, 1)),
-        ({"heads": 20}, (16, 4, 16, 4)),
-        ({"heads": 8, "key_value_heads": 2}, (6, 2, 1, 1)),
-        ({"heads": 16, "key_value_heads": 4}, (12, 4, 2, 2)),
+        ({"heads": 4}, (3, 1, 3, 1)), ({"heads": 5}, (4, 1, 4, 1)), ({"heads": 20}, (16, 4, 16, 4)),
+        ({"heads": 8, "key_value_heads": 2}, (6, 2, 1, 1)), ({"heads": 16, "key_value_heads": 4}, (12, 4, 2, 2)),
         ({"heads": 40, "key_value_heads": 16, "num_noise_heads": 8}, (32, 8, 8, 8)),  # Motif-2-12.7B
         ({"heads": 4, "num_noise_heads": 2}, (2, 2, 2, 2)),
         ({"heads": 4, "num_differential_heads": 8, "num_differential_key_value_heads": 4}, (8, 2, 4, 2)),
     ],
-)
+)  # fmt: skip
 def test_heads_of_a_configuration(fields, expected):
     layout = config_of(**fields).head_layout()
     found = (layout.num_heads, layout.num_noise_heads, layout.num_key_value_heads, layout.cache_heads)
@@ -120,27 +117,19 @@ def test_the_value_width_that_makes_twins_equal(heads, width):
         (lambda: config_of(8, num_noise_heads=3), "num_noise_heads=3 leaves 5 of num_attention_heads=8"),
         (lambda: config_of(8, num_noise_heads=8), "num_noise_heads=8 leaves 0 of num_attention_heads=8"),
         (lambda: config_of(8, num_noise_heads=0), "num_noise_heads=0: give a whole number of at least 1"),
-        (
-            lambda: config_of(8, 1),
-            "num_key_value_heads=1 does not divide into keys of 6 signal and 2 noise heads: use 8",
-        ),
+        (lambda: config_of(8, 1), "num_key_value_heads=1 does not divide into keys of 6 signal and 2 noise heads: use 8"),
         (lambda: config_of(16, 6), "num_key_value_heads=6 does not divide into keys of 12 signal and 4 noise heads"),
         (lambda: config_of(8, shared_key=True), "shared_key=True: noise heads of attention_type='grouped_diff'"),
         (lambda: GroupedDifferentialAttention(40, 5), "num_heads=5 is a multiple of neither 4 nor 3"),
-        (
-            lambda: GroupedDifferentialAttention(56, 4, num_noise_heads=3),
-            "num_noise_heads=3 does not divide num_heads=4",
+        *(
+            (lambda noise=noise: GroupedDifferentialAttention(56, 4, num_noise_heads=noise),
+             f"num_noise_heads={noise} does not divide num_heads=4")
+            for noise in (0, 3)
         ),
-        (
-            lambda: GroupedDifferentialAttention(40, 4, num_noise_heads=0),
-            "num_noise_heads=0 does not divide num_heads=4",
-        ),
-        (
-            lambda: GroupedDifferentialAttention(60, 12, num_noise_heads=3, num_key_value_heads=4),
-            "num_key_value_heads=4 with num_noise_heads=3: give a multiple or a divisor",
-        ),
+        (lambda: GroupedDifferentialAttention(60, 12, num_noise_heads=3, num_key_value_heads=4),
+         "num_key_value_heads=4 with num_noise_heads=3: give a multiple or a divisor"),
     ],
-)
+)  # fmt: skip
 def test_refused(build, words):
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         build()
@@ -169,13 +158,10 @@ def test_microsofts_module_has_neither(layer, words):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ((80, 16), (64, 16, 16)),
-        ((8, 8), (6, 2, 2)),
-        ((8, 1), (6, 2, 1)),
-        ((40, 10), (32, 8, 2)),
+        ((80, 16), (64, 16, 16)), ((8, 8), (6, 2, 2)), ((8, 1), (6, 2, 1)), ((40, 10), (32, 8, 2)),
         ((12, 6, {"num_noise_heads": 6}), (6, 6, 6)),
     ],
-)
+)  # fmt: skip
 def test_heads_of_a_gated_configuration(fields, expected):
     heads, groups, *options = fields
     layout = config_of(heads, groups, attention_type="grouped_diff_v2", **dict(*options)).head_layout()

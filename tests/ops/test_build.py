@@ -61,13 +61,8 @@ class Place:
         strict = "warnings.simplefilter('error'); warnings.filterwarnings('ignore', '.*fork', DeprecationWarning)"
         imports = "import logging, warnings; from pathlib import Path; from difftransformer.ops import build"
         prepared = f"{imports}; {quiet}; {strict}; build.SOURCES = Path({str(self.sources)!r})"
-        return fresh.Popen(
-            [sys.executable, "-c", f"{prepared}\n{code}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        return fresh.Popen([sys.executable, "-c", f"{prepared}\n{code}"], **how)
 
     def run_together(self, count, code):
         """The lines that so many processes print, which begin at the same moment."""

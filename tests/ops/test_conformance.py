@@ -216,17 +216,11 @@ def test_calls_too_large_for_the_interpreter(backend, case, dtype):
 # Decoding.
 
 DECODING = [
-    decoding("one group", H=8, G=1),
-    decoding("own heads", G=4),
-    decoding("two queries", T=2, lam="query"),
-    decoding("eight queries", H=2, T=8, lam="query"),
-    decoding("64 rows", H=8, G=1, T=8, lam="head"),
-    decoding("31 keys", S=31),
-    decoding("129 keys", H=8, S=129),
-    decoding("97 keys, wide", S=97, D=128, E=256, lam="scalar"),
-    decoding("shared key", shared_key=True, T=2, lam="vector"),
-    decoding("float", lam="float", kwargs={"scale": -0.3}),
-    decoding("softmax", lam=None),
+    decoding("one group", H=8, G=1), decoding("own heads", G=4), decoding("two queries", T=2, lam="query"),
+    decoding("eight queries", H=2, T=8, lam="query"), decoding("64 rows", H=8, G=1, T=8, lam="head"),
+    decoding("31 keys", S=31), decoding("129 keys", H=8, S=129),
+    decoding("97 keys, wide", S=97, D=128, E=256, lam="scalar"), decoding("shared key", shared_key=True, T=2, lam="vector"),
+    decoding("float", lam="float", kwargs={"scale": -0.3}), decoding("softmax", lam=None),
     decoding("padding", B=3, kwargs=CAUSAL | {"kv_start": ints(3, 140, 150)}),
     decoding("cache", B=4, T=2, kwargs=CAUSAL | {"kv_lengths": ints(1, 150, 97, 0)}),
     decoding("both ends", T=2, kwargs=CAUSAL | {"kv_start": ints(64, 5), "kv_lengths": ints(127, 6)}),
@@ -238,15 +232,14 @@ DECODING = [
     decoding("empty shares", kwargs={"attn_mask": torch.arange(150) > 140}),
     decoding("more queries than keys", T=9, S=5, lam="query"),
     decoding("documents", B=1, T=15, S=15, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 15)}),
-]
+]  # fmt: skip
 # More keys than several of the CPU kernels' tiles.
 LONG_DECODING = [
-    decoding("whole chunks", H=8, S=512, D=16, E=64),
-    decoding("wide values", H=8, S=257, E=140, lam="scalar"),
+    decoding("whole chunks", H=8, S=512, D=16, E=64), decoding("wide values", H=8, S=257, E=140, lam="scalar"),
     decoding("5000 keys", B=1, H=8, S=5000, D=64, E=128),
     decoding("long both ends", T=2, S=600, kwargs=CAUSAL | {"kv_start": ints(257, 5), "kv_lengths": ints(511, 6)}),
     decoding("long empty chunks", H=8, S=300, kwargs={"attn_mask": torch.arange(300) > 290}),
-]
+]  # fmt: skip
 AT_ONCE = (
     "eight queries", "shared key", "float", "softmax", "both ends", "cache, window", "mask", "empty shares",
     "more queries than keys", "documents",
