@@ -141,10 +141,7 @@ class TestRefused:
             ),
             "num_heads=0 is below 1",
         ),
-        "variant": (
-            lambda: variant("difff"),
-            "attention_type='difff' is unknown; choose one of softmax, diff, diff_v2",
-        ),
+        "variant": (lambda: variant("dif"), "attention_type='dif' is unknown; choose one of softmax, diff, diff_v2"),
     }
 
     @pytest.mark.parametrize("name", CASES)

@@ -141,6 +141,7 @@ def test_options_that_mean_nothing_are_refused():
     with pytest.raises(ConfigError, match="head_norm='row' is unknown; choose one of gain, plain, none"):
         SoftmaxAttention(16, 2, head_norm="row")
     DifferentialOptions(lambda_init=1.0, head_norm="gain", head_scale=0.2)
+    DifferentialOptions(lambda_init=1.0, head_norm="none", lambda_form="constant")
 
 
 def test_v2_takes_odd_head_counts():

@@ -80,7 +80,6 @@ NORMED = [
     decoding("decoding", B=3, T=2, S=300, D=8, E=33, lam="query"),
     Case("wide", H=2, G=1, T=35, S=70, D=8, E=140, lam="scalar"),  # normalised by a kernel of its own in Triton
 ]
-
 QUICK_NORMED = ("grouped, cross, narrow value", "one query", "left padding", "wide")
 
 
@@ -134,8 +133,6 @@ SIZES = [
     *(narrow_window(129, window) for window in (1, 3, 9)),
 ]
 WIDE = ("E = D = 96", "shared key of 64", "E = 255", "softmax of 128")
-
-
 OF_FORMS = (*WIDE, "ranges", "documents, window", "129 positions, window 3")
 
 

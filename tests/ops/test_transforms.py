@@ -25,7 +25,7 @@ def tensors(case, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", *FUSED])
-@pytest.mark.parametrize("name", ["mask with empty rows", "softmax", "one query"])
+@pytest.mark.parametrize("name", ["mask with empty rows", "cache, window", "documents", "softmax", "one query"])
 def test_gradients_equal_the_equations(name, backend):
     case = BY_NAME[name]
     *inputs, direction = tensors(case)
