@@ -438,14 +438,7 @@ def test_command(place, capsys):
         assert place.count_calls() == calls
 
 
-@pytest.mark.parametrize(
-    ("compiler", "words"),
-    [
-        ("nonexistent", "no C++ compiler: 'nonexistent' was not found"),
-        ("c++ '", """the variable CXX: "c++ '" is not a command (No closing quotation); correct it"""),
-    ],
-)
-def test_a_command_that_fails(place, monkeypatch, fails, compiler, words):
-    monkeypatch.setenv("CXX", compiler)
-    line = fails("build-kernels")
-    assert line.startswith(f"difftransformer build-kernels: {words}")
+def test_a_command_that_fails(place, monkeypatch, fails):
+    monkeypatch.setenv("CXX", "c++ '")
+    words = """the variable CXX: "c++ '" is not a command (No closing quotation); correct it"""
+    assert fails("build-kernels").startswith(f"difftransformer build-kernels: {words}")
