@@ -93,7 +93,7 @@ LOW_NORMED = [
 ]
 
 
-@each(WITH_NORM, LOW_NORMED, "low", heavy=("wide",))
+@each(WITH_NORM, LOW_NORMED, "low", heavy=("wide",), few={"both_maps triton": ("shared key", "wide")})
 def test_the_norm_in_low_precision(backend, case, dtype):
     backend.assert_right(case, dtype, norm=True)
 
