@@ -17,14 +17,8 @@ from tests.support.tiny_models import VOCABULARY, tiny, tiny_config
 
 TOKENS = torch.randint(VOCABULARY, (2, 23), generator=torch.Generator().manual_seed(3))
 NUMBERS = torch.randn(2, 23, 8, generator=torch.Generator().manual_seed(4))
-THEIRS = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+THEIRS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+THEIRS |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -86,14 +80,14 @@ def leaking(chosen):
     return lambda x: x.cumsum(1) + 0.01 * chosen[: x.shape[1], None] * F.pad(x[:, 1:], (0, 0, 0, 1))
 
 
-@pytest.mark.parametrize("every", [True, False], ids=["every k-th output", "one output"])
-def test_every_leak_of_one_step_is_found(every):
-    """Off by one at the border of a tile, of whatever size, and in any single place."""
+def test_every_leak_of_one_step_is_found():
+    """At the borders of tiles, and in single places: 31 positions are tried at once, and each place among them is here."""
     numbers = torch.randn(1, 513, 1, generator=torch.Generator().manual_seed(5))
     places = torch.arange(1, 514)
-    for k in range(2, 257) if every else range(1, 513):
-        result = check_causality(leaking(places % k == 0 if every else places == k), numbers)
-        assert not result.is_causal, k
+    leaks = [places == k for k in (*range(1, 513, 5), 512)] + [places % k == 0 for k in (2, 3, 16, 64, 100, 256)]
+    for chosen in leaks:
+        result = check_causality(leaking(chosen), numbers)
+        assert not result.is_causal, chosen.nonzero()
         assert result.changed.position == result.changed.output + 1
         assert result.positions == 512
 
@@ -128,7 +122,7 @@ def test_the_length_is_found_by_leaving_tokens_out():
     assert found.alone.size > 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_rounding_is_no_leak(dtype):
     assert check_causality(tiny().to(dtype), TOKENS).is_causal
 
@@ -155,7 +149,7 @@ def test_what_it_refuses(model, inputs, how, words):
 
 def test_the_command(tmp_path, capsys, fails):
     folder = tiny_model(tmp_path / "model")
-    assert main(["check", "causality", folder, "--length", "40"]) == 0
+    assert main(["check", "causality", folder, "--length", "40", "--dtype", "fp32"]) == 0
     said = capsys.readouterr().out
     assert f"{folder}: causal." in said
     assert "39 of 39 positions changed, in one pass, with a cache, packed" in said
@@ -187,5 +181,6 @@ def test_the_command_on_a_model_that_looks_ahead(tmp_path, capsys, monkeypatch, 
         return output
 
     monkeypatch.setattr(DiffTransformerForCausalLM, "forward", leaking)
-    assert main(["check", "causality", folder, "--length", "40", "--backend", "sdpa"]) == 1
+    chosen = [] if only == "bf16" else ["--dtype", "fp32"]  # by default both
+    assert main(["check", "causality", folder, "--length", "40", "--backend", "sdpa", *chosen]) == 1
     assert "NOT causal" in capsys.readouterr().out

@@ -10,9 +10,9 @@ from difftransformer.ops.rotary import inverse_frequencies, rotary_tables
 CHOSEN = (None, (0, 1, 2, 3), (2,), (0, 3), (1, 2))
 
 
-def layer_of(chosen, dtype=torch.float64):
+def layer_of(chosen, dtype=torch.float64, **options):
     torch.manual_seed(0)
-    return DifferentialExtension(32, 4, num_key_value_heads=2, dex_heads=chosen).to(dtype)
+    return DifferentialExtension(32, 4, num_key_value_heads=2, dex_heads=chosen, **options).to(dtype)
 
 
 def hidden_of(length=7, dtype=torch.float64):
@@ -33,13 +33,13 @@ def test_starts_as_the_transformer(chosen, dtype):
     torch.testing.assert_close(layer(hidden)[0], plain(hidden)[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("chosen", CHOSEN)
-def test_equals_the_equation(chosen):
+@pytest.mark.parametrize(("chosen", "qk_norm"), [*((chosen, False) for chosen in CHOSEN), ((0, 3), True)])
+def test_equals_the_equation(chosen, qk_norm):
     """Head by head, with the plain layer's heads taken before its output projection; gradients by autograd of the formula."""
-    layer, hidden = layer_of(chosen), hidden_of().requires_grad_()
+    layer, hidden = layer_of(chosen, qk_norm=qk_norm), hidden_of().requires_grad_()
     with torch.no_grad():
         layer.dex_lambda.copy_(torch.linspace(-0.7, 1.3, len(layer.dex_lambda)))
-    plain = SoftmaxAttention(32, 4, num_key_value_heads=2).double()
+    plain = SoftmaxAttention(32, 4, num_key_value_heads=2, qk_norm=qk_norm).double()
     plain.load_state_dict(layer.state_dict(), strict=False)
     plain.o_proj.weight.data = torch.eye(32, dtype=torch.float64)
     lams, maps = layer.dex_lambda.detach().clone(), layer.dex_proj.detach().clone()

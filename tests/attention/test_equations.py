@@ -85,11 +85,14 @@ def test_every_step_between_v1_and_v2(cls, heads, shared_key, form, norm, e):
     torch.autograd.grad(found.square().sum(), list(layer.parameters()))
 
 
-@pytest.mark.parametrize(("value", "init"), [(0.0, None), (-0.8, None), (-0.2, 0.6)])
+@pytest.mark.parametrize(("value", "init"), [(0.0, None), (-1.0, None), (-0.2, 0.6)])
 @pytest.mark.parametrize("form", ["constant", "layer", "head", "scalar"])
-@pytest.mark.parametrize(("norm", "scale"), [("gain", None), ("plain", 1.0), ("none", None), ("none", 0.5)])
+@pytest.mark.parametrize(("norm", "scale"), [("gain", None), ("plain", 0.5), ("none", None), ("none", 0.5)])
 def test_lambda_and_the_factor_of_the_heads_apart_from_lambda_init(value, init, form, norm, scale):
-    """The factor after the norm follows lambda_init whatever lambda is built around, unless it is given too."""
+    """The factor after the norm follows lambda_init whatever lambda is built around, unless it is given too.
+
+    With -1 and 0.5 both maps are averaged.
+    """
     options = DifferentialOptions(
         lambda_form=form, lambda_value=value, lambda_init=init, head_norm=norm, head_scale=scale
     )
@@ -145,7 +148,7 @@ def test_low_precision(name):
     assert (found - exact).square().mean() <= 4 * (plain - exact).square().mean()
 
 
-@pytest.mark.parametrize("name", ["V1", "V2", "a key for every head", "as in Motif 3"])
+@pytest.mark.parametrize("name", ["a key for every head", "as in Motif 3"])
 def test_compiles_whole(name):
     cls, heads, _, arguments, _ = LAYERS[name]
     layer, hidden = layer_of(cls, heads, **arguments), states(1, 6, WIDTH)

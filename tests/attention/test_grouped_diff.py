@@ -18,14 +18,10 @@ from difftransformer.model import count
 from tests.support.layers import WIDTH, D, layer_of, states
 
 HEADS = {  # signal heads, noise heads, key/value heads
-    "one noise head": (3, 1, 3),
-    "one noise head, one key": (4, 1, 1),
-    "a key for every head": (6, 2, 6),
-    "more keys than noise heads": (8, 2, 4),
-    "as many": (6, 2, 2),
-    "noise heads share a key": (8, 4, 2),
+    "one noise head": (3, 1, 3), "one noise head, one key": (4, 1, 1), "a key for every head": (6, 2, 6),
+    "more keys than noise heads": (8, 2, 4), "as many": (6, 2, 2), "noise heads share a key": (8, 4, 2),
     "one to one": (3, 3, 3),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 4), (8, 4, 4)])
@@ -68,28 +64,21 @@ def gated(heads, **arguments):
 
 
 def config_of(heads, key_value_heads=None, **more):
-    return DiffTransformerConfig(
-        attention_type="grouped_diff",
-        hidden_size=16 * heads,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        **more,
-    )
+    fields = {"attention_type": "grouped_diff", "hidden_size": 16 * heads, "num_hidden_layers": 2, "vocab_size": 50}
+    fields |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+    return DiffTransformerConfig(**fields | more)
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [  # signal, noise, key/value heads, cached heads
-        ({"heads": 4}, (3, 1, 3, 1)),
-        ({"heads": 5}, (4, 1, 4, 1)),
-        ({"heads": 20}, (16, 4, 16, 4)),
-        ({"heads": 8, "key_value_heads": 2}, (6, 2, 1, 1)),
-        ({"heads": 16, "key_value_heads": 4}, (12, 4, 2, 2)),
+        ({"heads": 4}, (3, 1, 3, 1)), ({"heads": 5}, (4, 1, 4, 1)), ({"heads": 20}, (16, 4, 16, 4)),
+        ({"heads": 8, "key_value_heads": 2}, (6, 2, 1, 1)), ({"heads": 16, "key_value_heads": 4}, (12, 4, 2, 2)),
         ({"heads": 40, "key_value_heads": 16, "num_noise_heads": 8}, (32, 8, 8, 8)),  # Motif-2-12.7B
         ({"heads": 4, "num_noise_heads": 2}, (2, 2, 2, 2)),
         ({"heads": 4, "num_differential_heads": 8, "num_differential_key_value_heads": 4}, (8, 2, 4, 2)),
     ],
-)
+)  # fmt: skip
 def test_heads_of_a_configuration(fields, expected):
     layout = config_of(**fields).head_layout()
     found = (layout.num_heads, layout.num_noise_heads, layout.num_key_value_heads, layout.cache_heads)
@@ -128,27 +117,19 @@ def test_the_value_width_that_makes_twins_equal(heads, width):
         (lambda: config_of(8, num_noise_heads=3), "num_noise_heads=3 leaves 5 of num_attention_heads=8"),
         (lambda: config_of(8, num_noise_heads=8), "num_noise_heads=8 leaves 0 of num_attention_heads=8"),
         (lambda: config_of(8, num_noise_heads=0), "num_noise_heads=0: give a whole number of at least 1"),
-        (
-            lambda: config_of(8, 1),
-            "num_key_value_heads=1 does not divide into keys of 6 signal and 2 noise heads: use 8",
-        ),
+        (lambda: config_of(8, 1), "num_key_value_heads=1 does not divide into keys of 6 signal and 2 noise heads: use 8"),
         (lambda: config_of(16, 6), "num_key_value_heads=6 does not divide into keys of 12 signal and 4 noise heads"),
         (lambda: config_of(8, shared_key=True), "shared_key=True: noise heads of attention_type='grouped_diff'"),
         (lambda: GroupedDifferentialAttention(40, 5), "num_heads=5 is a multiple of neither 4 nor 3"),
-        (
-            lambda: GroupedDifferentialAttention(56, 4, num_noise_heads=3),
-            "num_noise_heads=3 does not divide num_heads=4",
+        *(
+            (lambda noise=noise: GroupedDifferentialAttention(56, 4, num_noise_heads=noise),
+             f"num_noise_heads={noise} does not divide num_heads=4")
+            for noise in (0, 3)
         ),
-        (
-            lambda: GroupedDifferentialAttention(40, 4, num_noise_heads=0),
-            "num_noise_heads=0 does not divide num_heads=4",
-        ),
-        (
-            lambda: GroupedDifferentialAttention(60, 12, num_noise_heads=3, num_key_value_heads=4),
-            "num_key_value_heads=4 with num_noise_heads=3: give a multiple or a divisor",
-        ),
+        (lambda: GroupedDifferentialAttention(60, 12, num_noise_heads=3, num_key_value_heads=4),
+         "num_key_value_heads=4 with num_noise_heads=3: give a multiple or a divisor"),
     ],
-)
+)  # fmt: skip
 def test_refused(build, words):
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         build()
@@ -174,38 +155,22 @@ def test_microsofts_module_has_neither(layer, words):
         microsoft_attention_state(layer())
 
 
-def gated_config(heads, groups, **fields):
-    return DiffTransformerConfig(
-        attention_type="grouped_diff_v2",
-        vocab_size=50,
-        hidden_size=8 * heads,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        **fields,
-    )
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ((80, 16), (64, 16, 16)),
-        ((8, 8), (6, 2, 2)),
-        ((8, 1), (6, 2, 1)),
-        ((40, 10), (32, 8, 2)),
+        ((80, 16), (64, 16, 16)), ((8, 8), (6, 2, 2)), ((8, 1), (6, 2, 1)), ((40, 10), (32, 8, 2)),
         ((12, 6, {"num_noise_heads": 6}), (6, 6, 6)),
     ],
-)
+)  # fmt: skip
 def test_heads_of_a_gated_configuration(fields, expected):
     heads, groups, *options = fields
-    config = gated_config(heads, groups, **(options[0] if options else {}))
-    layout = config.head_layout()
+    layout = config_of(heads, groups, attention_type="grouped_diff_v2", **dict(*options)).head_layout()
     assert (layout.num_heads, layout.num_noise_heads, layout.num_key_value_heads) == expected
 
 
 def test_sizes_beside_the_twin():
     """Motif 3's heads: W_Q, W_K, W_V and the cache are the twin's, W_O is smaller, and lambda and the gate are added."""
-    config = gated_config(80, 16)
+    config = config_of(80, 16, attention_type="grouped_diff_v2", hidden_size=640)
     ours, twin, width = count(config), count(config.twin()), config.hidden_size
     assert ours.kv_bytes_per_token == twin.kv_bytes_per_token
     per_layer = -16 * 8 * width + 64 * width + 64 * 8 * width

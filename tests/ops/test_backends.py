@@ -1,6 +1,7 @@
 """The table of backends: what `auto` takes, what a name gives, what `torch.library` says of the custom ops."""
 
 import dataclasses
+import itertools
 import logging
 
 import pytest
@@ -24,6 +25,7 @@ from difftransformer.ops import (
 from tests.support.cases import PROBLEM, problem
 from tests.support.oracle import Case
 
+OPS = ("differential", "softmax")
 RESTRICTED = [{}, {"window": 64}, {"attn_mask": True}, {"kv_range": True, "kv_start": True}, {"cu_seqlens": True}]
 
 
@@ -47,11 +49,9 @@ def no_packages(monkeypatch):
     monkeypatch.setattr(triton, "_unavailable", lambda device_type: "not here")
 
 
-@pytest.mark.parametrize("op", ["differential", "softmax"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "changes", [{}, {"is_causal": False}, {"window": 9}, {"attn_mask": True}, {"kv_range": True}, {"cu_seqlens": True}]
-)
+@pytest.mark.parametrize("changes", [{"is_causal": False}, *RESTRICTED], ids=str)
 @pytest.mark.usefixtures("kernels")
 def test_auto_takes_the_kernels_on_the_cpu(op, dtype, changes):
     for length in (0, 1, 64, 65, 512, 100_000):
@@ -147,17 +147,13 @@ def test_auto_among_the_packages_on_cuda(asked, with_flash, without, without_bot
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
-@pytest.mark.parametrize("op", ["differential", "softmax"])
-@pytest.mark.parametrize(
-    "restriction", [{}, {"window": 9}, {"attn_mask": True}, {"kv_range": True}, {"cu_seqlens": True}]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("built", ["kernels", "no_kernels"])
-def test_auto_never_takes_quadratic_memory_above_1024(device_type, op, restriction, dtype, built, request):
+def test_auto_never_takes_quadratic_memory_above_1024(device_type, built, request):
     request.getfixturevalue(built)
-    asked = problem(1025, device_type=device_type, op=op, dtype=dtype, **restriction)
-    assert not select_backend(asked).has_quadratic_memory(asked)
-    assert backends.BACKENDS["reference"].has_quadratic_memory(asked)
+    for op, dtype, restriction in itertools.product(OPS, (torch.float32, torch.bfloat16), RESTRICTED):
+        asked = problem(1025, device_type=device_type, op=op, dtype=dtype, **restriction)
+        assert not select_backend(asked).has_quadratic_memory(asked), asked
+        assert backends.BACKENDS["reference"].has_quadratic_memory(asked)
 
 
 def test_needs_mask():
@@ -252,8 +248,7 @@ def test_compiled_calls_follow_use_backend():
 def test_unknown_names_list_the_known():
     query, key, value, lam, _ = Case("x").inputs()
     with pytest.raises(
-        BackendUnavailable,
-        match=r"no backend is named 'flash9'.*'auto'.*reference, cpu, .*chunked, sdpa, flash, flex",
+        BackendUnavailable, match=r"no backend is named 'flash9'.*'auto'.*reference, cpu, .*chunked, sdpa, flash, flex"
     ):
         differential_attention(query, key, value, lam, backend="flash9")
     with pytest.raises(BackendUnavailable, match="flash9"), use_backend("flash9"):

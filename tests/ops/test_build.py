@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,13 +61,8 @@ class Place:
         strict = "warnings.simplefilter('error'); warnings.filterwarnings('ignore', '.*fork', DeprecationWarning)"
         imports = "import logging, warnings; from pathlib import Path; from difftransformer.ops import build"
         prepared = f"{imports}; {quiet}; {strict}; build.SOURCES = Path({str(self.sources)!r})"
-        return fresh.Popen(
-            [sys.executable, "-c", f"{prepared}\n{code}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        return fresh.Popen([sys.executable, "-c", f"{prepared}\n{code}"], **how)
 
     def run_together(self, count, code):
         """The lines that so many processes print, which begin at the same moment."""
@@ -244,35 +240,21 @@ except build.BackendUnavailable as error:
     assert place.count_calls() == 2
 
 
-def test_a_killed_build_blocks_nobody(place):
-    place.compile_with("sleep 60")
-    killed = place.start("build.build('avx2')")
-    try:
-        wait_until(lambda: place.count_calls() == 2 or killed.poll() is not None)
-        killed.kill()  # its compilers live on
-        assert killed.wait() == -signal.SIGKILL
-        folder = build.library_path(ISA).parent
-        assert list(folder.glob("build-*"))
-        place.compile_with('exec c++ "$@"')
-        assert answer(build.build(ISA)) == 42
-        assert sorted(file.name for file in folder.iterdir()) == ["kernels.sha256", "kernels.so"]
-    finally:
-        killed.stdout.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(killed.pid, signal.SIGKILL)
-
-
-def test_a_waiting_process_says_so(place):
+def test_a_killed_build_blocks_nobody_and_who_waits_for_it_says_so(place):
     place.compile_with("sleep 60")
     builds = place.start("build.build('avx2')")
-    wait_until(lambda: place.count_calls() == 2)
+    wait_until(lambda: place.count_calls() == 2 or builds.poll() is not None)
     waits = place.start("logging.basicConfig(level='INFO'); build.build('avx2')")
     try:
         assert re.search(f"waiting for process {builds.pid} on .*, which is working in", waits.stdout.readline())
+        folder = build.library_path(ISA).parent
+        assert list(folder.glob("build-*"))
         place.compile_with('exec c++ "$@"')
-        os.killpg(builds.pid, signal.SIGKILL)  # then the one that waits builds
+        builds.kill()  # its compilers live on
+        assert builds.wait() == -signal.SIGKILL
         place.finish(waits)
         assert answer(build.library_path(ISA)) == 42
+        assert sorted(file.name for file in folder.iterdir()) == ["kernels.sha256", "kernels.so"]
     finally:
         for process in (builds, waits):
             with contextlib.suppress(ProcessLookupError):
@@ -352,12 +334,7 @@ def test_nothing_is_written_to_use_a_library(place):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda data: b"",
-        lambda data: b"not a library",
-        lambda data: data[:63],
         lambda data: data[: len(data) // 2],  # to load this ends the process
-        lambda data: data[:-1],
-        lambda data: data[:4] + b"\0" + data[5:],
         lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
     ],
 )
@@ -397,7 +374,6 @@ def test_a_wheels_library_is_used_as_it_is(place, monkeypatch, tmp_path, caplog)
 @pytest.mark.parametrize(
     ("damage", "cause"),
     [
-        (lambda data: b"", "file too short"),
         (lambda data: data[:-100], "is truncated"),
         (lambda data: b"no library", "file too short|invalid ELF header"),
     ],
@@ -438,12 +414,8 @@ def test_no_sources(place, monkeypatch):
 
 
 def test_threads_load_once(place):
-    code = """
-from concurrent.futures import ThreadPoolExecutor
-with ThreadPoolExecutor(8) as pool:
-    print(set(pool.map(lambda _: build.load(), range(8))))
-"""
-    assert place.finish(place.start(code)) == "{None}"
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda _: build.load(), range(8))) == {None}
     assert place.count_calls() == 3
 
 
@@ -466,14 +438,7 @@ def test_command(place, capsys):
         assert place.count_calls() == calls
 
 
-@pytest.mark.parametrize(
-    ("compiler", "words"),
-    [
-        ("nonexistent", "no C++ compiler: 'nonexistent' was not found"),
-        ("c++ '", """the variable CXX: "c++ '" is not a command (No closing quotation); correct it"""),
-    ],
-)
-def test_a_command_that_fails(place, monkeypatch, fails, compiler, words):
-    monkeypatch.setenv("CXX", compiler)
-    line = fails("build-kernels")
-    assert line.startswith(f"difftransformer build-kernels: {words}")
+def test_a_command_that_fails(place, monkeypatch, fails):
+    monkeypatch.setenv("CXX", "c++ '")
+    words = """the variable CXX: "c++ '" is not a command (No closing quotation); correct it"""
+    assert fails("build-kernels").startswith(f"difftransformer build-kernels: {words}")

@@ -33,6 +33,7 @@ from tests.support.op_backends import FLOAT64, FORMS, FUSED, LABELS, PLAIN, each
 from tests.support.oracle import Case, output_and_gradients, relative_error
 
 FP32 = [torch.float32]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SLOW = [pytest.mark.slow]
 
 
@@ -60,8 +61,8 @@ def test_low_precision(backend, case, dtype):
     backend.assert_right(case, dtype)
 
 
-@each(("triton",), CASES, "low", heavy=())
-def test_every_case_in_low_precision(backend, case, dtype):
+@each(("triton",), [case for case in CASES if case.name not in LOW], "low", heavy=())
+def test_every_other_case_in_low_precision(backend, case, dtype):
     backend.assert_right(case, dtype)
 
 
@@ -70,19 +71,19 @@ def decoding(name, **fields):
     return Case(name, **({"B": 2, "H": 4, "G": 2, "T": 1, "S": 150, "D": 17, "E": 19, "kwargs": CAUSAL} | fields))
 
 
-WITH_NORM = (*PLAIN, *FORMS, "flex", "triton on CUDA")
+# The norm is apart from the forms of Triton's backward pass, and `attend` adds it to flex as to the backends of float64.
+WITH_NORM = (*PLAIN, "both_maps triton", "triton on CUDA")
 NORMED = [
     *(BY_NAME[name] for name in ("63 own heads causal", "257 window", "grouped, cross, narrow value", "one query")),
-    *(
-        BY_NAME[name]
-        for name in ("shared key", "mask with empty rows", "left padding", "both ends, mask", "long documents")
-    ),
+    *(BY_NAME[name] for name in ("shared key", "mask with empty rows", "left padding", "both ends, mask")),
+    BY_NAME["long documents"],
     decoding("decoding", B=3, T=2, S=300, D=8, E=33, lam="query"),
     Case("wide", H=2, G=1, T=35, S=70, D=8, E=140, lam="scalar"),  # normalised by a kernel of its own in Triton
 ]
+QUICK_NORMED = ("grouped, cross, narrow value", "one query", "left padding", "wide")
 
 
-@each(WITH_NORM, NORMED, FP32, heavy=("grouped, cross, narrow value", "one query", "left padding", "wide"))
+@each((*WITH_NORM, "flex"), NORMED, FP32, heavy=QUICK_NORMED, few={"flex": QUICK_NORMED[:1]})
 def test_the_norm_equals_the_equations(backend, case, dtype):
     backend.assert_right(case, dtype, norm=True)
 
@@ -92,7 +93,7 @@ LOW_NORMED = [
 ]
 
 
-@each(WITH_NORM, LOW_NORMED, "low", heavy=("wide",))
+@each(WITH_NORM, LOW_NORMED, "low", heavy=("wide",), few={"both_maps triton": ("shared key", "wide")})
 def test_the_norm_in_low_precision(backend, case, dtype):
     backend.assert_right(case, dtype, norm=True)
 
@@ -132,14 +133,15 @@ SIZES = [
     *(narrow_window(129, window) for window in (1, 3, 9)),
 ]
 WIDE = ("E = D = 96", "shared key of 64", "E = 255", "softmax of 128")
+OF_FORMS = (*WIDE, "ranges", "documents, window", "129 positions, window 3")
 
 
-@each(("cpu", *FORMS), SIZES, FP32, heavy=WIDE)
+@each(("cpu", *FORMS), SIZES, FP32, heavy=WIDE, few=dict.fromkeys(FORMS[1:], OF_FORMS))
 def test_several_tiles_and_blocks(backend, case, dtype):
     backend.assert_right(case, dtype)
 
 
-@each(("cpu", "triton"), SIZES, "low", heavy=())
+@each(("cpu", "triton"), SIZES, "low", heavy=(), few={"triton": (*WIDE, "own heads", "ranges", "documents, window")})
 def test_several_tiles_and_blocks_in_low_precision(backend, case, dtype):
     backend.assert_right(case, dtype)
 
@@ -199,11 +201,11 @@ LARGE = [
     Case("wide heads, softmax", T=130, S=1850, D=97, E=290, lam=None),
     Case("long", B=2, T=150, S=1400, D=64, E=128, kwargs=CAUSAL | {"kv_start": ints(3, 700)}),
     Case("many heads", H=96, G=2, T=3, S=40, D=3, E=5, kwargs=CAUSAL),
-    *(narrow_window(513, window) for window in (1, 3, 9)),
+    narrow_window(513, 3),
 ]
 
 
-@each(("cpu",), LARGE, [torch.float32, torch.bfloat16, torch.float16])
+@each(("cpu",), LARGE, DTYPES)
 def test_calls_too_large_for_the_interpreter(backend, case, dtype):
     backend.assert_right(case, dtype)
 
@@ -211,17 +213,11 @@ def test_calls_too_large_for_the_interpreter(backend, case, dtype):
 # Decoding.
 
 DECODING = [
-    decoding("one group", H=8, G=1),
-    decoding("own heads", G=4),
-    decoding("two queries", T=2, lam="query"),
-    decoding("eight queries", H=2, T=8, lam="query"),
-    decoding("64 rows", H=8, G=1, T=8, lam="head"),
-    decoding("31 keys", S=31),
-    decoding("129 keys", H=8, S=129),
-    decoding("97 keys, wide", S=97, D=128, E=256, lam="scalar"),
-    decoding("shared key", shared_key=True, T=2, lam="vector"),
-    decoding("float", lam="float", kwargs={"scale": -0.3}),
-    decoding("softmax", lam=None),
+    decoding("one group", H=8, G=1), decoding("own heads", G=4), decoding("two queries", T=2, lam="query"),
+    decoding("eight queries", H=2, T=8, lam="query"), decoding("64 rows", H=8, G=1, T=8, lam="head"),
+    decoding("31 keys", S=31), decoding("129 keys", H=8, S=129),
+    decoding("97 keys, wide", S=97, D=128, E=256, lam="scalar"), decoding("shared key", shared_key=True, T=2, lam="vector"),
+    decoding("float", lam="float", kwargs={"scale": -0.3}), decoding("softmax", lam=None),
     decoding("padding", B=3, kwargs=CAUSAL | {"kv_start": ints(3, 140, 150)}),
     decoding("cache", B=4, T=2, kwargs=CAUSAL | {"kv_lengths": ints(1, 150, 97, 0)}),
     decoding("both ends", T=2, kwargs=CAUSAL | {"kv_start": ints(64, 5), "kv_lengths": ints(127, 6)}),
@@ -233,39 +229,32 @@ DECODING = [
     decoding("empty shares", kwargs={"attn_mask": torch.arange(150) > 140}),
     decoding("more queries than keys", T=9, S=5, lam="query"),
     decoding("documents", B=1, T=15, S=15, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 15)}),
-]
+]  # fmt: skip
 # More keys than several of the CPU kernels' tiles.
 LONG_DECODING = [
-    decoding("whole chunks", H=8, S=512, D=16, E=64),
-    decoding("wide values", H=8, S=257, E=140, lam="scalar"),
+    decoding("whole chunks", H=8, S=512, D=16, E=64), decoding("wide values", H=8, S=257, E=140, lam="scalar"),
     decoding("5000 keys", B=1, H=8, S=5000, D=64, E=128),
     decoding("long both ends", T=2, S=600, kwargs=CAUSAL | {"kv_start": ints(257, 5), "kv_lengths": ints(511, 6)}),
     decoding("long empty chunks", H=8, S=300, kwargs={"attn_mask": torch.arange(300) > 290}),
-]
+]  # fmt: skip
 AT_ONCE = (
     "eight queries", "shared key", "float", "softmax", "both ends", "cache, window", "mask", "empty shares",
     "more queries than keys", "documents",
 )  # fmt: skip
 
 
-@each(("cpu",), [*DECODING, *LONG_DECODING], FP32)
+@each(("cpu",), [*DECODING, *LONG_DECODING], DTYPES)
 def test_few_queries_and_many_keys(backend, case, dtype):
     backend.assert_right(case, dtype)
 
 
-@each(("cpu",), [*DECODING, *LONG_DECODING], "low")
-def test_few_queries_and_many_keys_in_low_precision(backend, case, dtype):
-    backend.assert_right(case, dtype)
-
-
-@pytest.mark.parametrize("norm", [False, pytest.param(True, marks=SLOW)])
 @each(("triton",), DECODING, [torch.float32, torch.float16], heavy=AT_ONCE)
-def test_few_queries_without_a_gradient(backend, case, dtype, norm, monkeypatch):
+def test_few_queries_without_a_gradient(backend, case, dtype, monkeypatch):
+    """In fp16 with the norm, unless there is one map."""
     from difftransformer.ops.triton_kernels import launch
 
     monkeypatch.setattr(launch, "choose", None)  # not the kernels of longer calls
-    if not norm or case.lam is not None:
-        backend.assert_right(case, dtype, norm, gradients=False)
+    backend.assert_right(case, dtype, norm=dtype == torch.float16 and case.lam is not None, gradients=False)
 
 
 # Calls drawn at random.
@@ -308,12 +297,10 @@ def test_several_blocks_and_short_windows(backend):
 # Scores and lambda.
 
 
-@each(
-    PLAIN,
-    [Case("20 free", T=20, S=40, D=32, E=64), BY_NAME["wide window"]],
-    [torch.float32, torch.bfloat16, torch.float16],
+@each(PLAIN, [Case("20 free", T=20, S=40, D=32, E=64), BY_NAME["wide window"]])
+@pytest.mark.parametrize(
+    ("factor", "dtype"), [(8, torch.float32), (60, torch.float32), (60, torch.bfloat16), (60, torch.float16)]
 )
-@pytest.mark.parametrize("factor", [8, 60])
 def test_peaked_scores(backend, case, factor, dtype):
     """With lambda of both signs. A score of 400 that is rounded in fp32 changes its weight by up to 400 eps / 2 = 2.4e-5."""
     for sign in (1, -1):
@@ -379,7 +366,7 @@ def test_one_key_gives_no_gradient_to_scores(backend, sign):
 SMALL = Case("small", B=2, H=2, G=1, T=9, S=11, D=8, E=6, kwargs=CAUSAL)
 
 
-@each([*PLAIN, *FORMS], [SMALL, dataclasses.replace(SMALL, name="by query", lam="query")], heavy=("small",))
+@each((*PLAIN, *FORMS), [SMALL, dataclasses.replace(SMALL, name="by query", lam="query")], heavy=("small",))
 @pytest.mark.parametrize("lam", [0.0, -0.8, 3.0])
 def test_any_lam(backend, case, lam):
     """Zero, negative and large; with zero, the gradient of lam is not."""
@@ -390,8 +377,8 @@ def test_any_lam(backend, case, lam):
     backend.assert_right(with_inputs(case, with_lam))
 
 
-@each([*PLAIN, "flex"], [SMALL, decoding("decoding", lam="query")], heavy=("small",))
-@pytest.mark.parametrize("scale", [0.0, -0.5, -1e-3, 3.0])
+@each((*PLAIN, "flex"), [SMALL, decoding("decoding", lam="query")], heavy=("small",))
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
 def test_any_scale(backend, case, scale):
     backend.assert_right(dataclasses.replace(case, kwargs=case.kwargs | {"scale": scale}))
 
@@ -417,8 +404,8 @@ EMPTY = [
 ]
 
 
-@pytest.mark.parametrize("norm", [False, True])
-@each(cases=EMPTY, dtypes=[torch.float32, torch.bfloat16], heavy=("mask with empty rows", "more queries than keys"))
+@pytest.mark.parametrize(("dtype", "norm"), [(torch.float32, False), (torch.bfloat16, True)])
+@each(cases=EMPTY, heavy=("mask with empty rows", "more queries than keys"))
 def test_a_query_that_sees_nothing_gives_zeros_with_zero_gradients(backend, case, dtype, norm):
     """With the norm too, however large 1 / sqrt(eps) is; without a gradient too."""
     empty = ~oracle.dense_mask(case).any(-1)
@@ -443,7 +430,7 @@ def test_a_query_that_sees_nothing_gives_zeros_with_zero_gradients(backend, case
 
 @each(PLAIN)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("groups", "length"), [(4, 65), (2, 130), (1, 1)])
+@pytest.mark.parametrize(("groups", "length"), [(2, 65), (1, 1)])
 def test_softmax_attention_equals_torchs(backend, groups, length, causal):
     kwargs = {"is_causal": causal}
     case = Case("x", B=2, H=4, G=groups, T=length, S=length, D=8, E=12, lam=None, kwargs=kwargs)

@@ -39,15 +39,8 @@ print(build.open_library().path)
 def run(*command, cwd=ROOT, status=0, **environment):
     """Output and errors of a process."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        command,
-        env=kept | environment,
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=kept | environment, cwd=cwd, **streams, check=False)
     assert done.returncode == status, done.stdout
     return done.stdout
 
@@ -71,18 +64,8 @@ def environment_with(wheel, folder):
     python = folder / "bin" / "python"
     site = run(python, "-c", "import site; print(site.getsitepackages()[0])").strip()
     Path(site, "below.pth").write_text(sysconfig.get_paths()["purelib"])
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        wheel,
-    )
+    words = ["install", "--no-deps", "--no-index", "--no-build-isolation", wheel]
+    run(sys.executable, "-m", "pip", "--python", python, *words)
     return python
 
 
@@ -136,15 +119,8 @@ def test_the_source_archive_alone_installs_and_works(tmp_path):
     (package,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(package) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        "README.md",
-        "LICENSE",
-        "CITATION.cff",
-        "CHANGELOG.md",
-        "Makefile",
-        "constraints.txt",
-        "docs/index.md",
-    } <= inside
+    documents = {"README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "docs/index.md"}
+    assert documents | {"Makefile", "constraints.txt"} <= inside
     python = environment_with(package, tmp_path / "environment")
     program = "import difftransformer, pathlib; print(pathlib.Path(difftransformer.__file__).parent)"
     home = Path(run(python, "-c", program, cwd=tmp_path).strip().splitlines()[-1])

@@ -27,18 +27,11 @@ def package(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "kind", "count"),
     [
-        ("257 causal", "func", 4),
-        ("257 free", "func", 2),
-        ("grouped, cross, narrow value", "func", 2),
-        ("shared key", "func", 2),
-        ("softmax", "func", 1),
-        ("softmax 130, wide value", "func", 3),
-        ("documents", "varlen_func", 4),
-        ("softmax, documents", "varlen_func", 2),
-        ("cache", "with_kvcache", 4),
-        ("softmax, cache", "with_kvcache", 2),
+        ("257 causal", "func", 4), ("grouped, cross, narrow value", "func", 2), ("shared key", "func", 2),
+        ("softmax", "func", 1), ("softmax 130, wide value", "func", 3), ("documents", "varlen_func", 4),
+        ("softmax, documents", "varlen_func", 2), ("cache", "with_kvcache", 4), ("softmax, cache", "with_kvcache", 2),
     ],
-)
+)  # fmt: skip
 def test_number_of_calls(name, kind, count, package):
     with torch.no_grad():
         op(BY_NAME[name], "flash")(*BY_NAME[name].inputs()[:4])

@@ -10,16 +10,9 @@ from tests.support.oracle import may_attend, scale_of
 from tests.support.tiny_models import tiny, tokens
 
 NAMES = (
-    "mask with empty rows",
-    "mask by head",
-    "cache, window",
-    "both ends, mask",
-    "one group, decoding",
-    "more queries than keys",
-    "shared key",
-    "documents, window, mask",
-    "softmax, mask",
-)
+    "mask with empty rows", "mask by head", "cache, window", "both ends, mask", "one group, decoding",
+    "more queries than keys", "shared key", "documents, window, mask", "softmax, mask",
+)  # fmt: skip
 
 
 def by_hand(case, query, key):

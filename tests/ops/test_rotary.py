@@ -40,13 +40,8 @@ def test_equals_hugging_face(dtype):
     from transformers import LlamaConfig
     from transformers.models.llama import modeling_llama as llama
 
-    config = LlamaConfig(
-        hidden_size=64,
-        num_attention_heads=4,
-        head_dim=16,
-        max_position_embeddings=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     query, key = normal(2, 11, 4, 16, dtype=dtype), normal(2, 11, 2, 16, dtype=dtype, seed=1)
     position_ids = torch.stack((torch.arange(11), torch.arange(11) + 30))
     theirs = llama.LlamaRotaryEmbedding(config)

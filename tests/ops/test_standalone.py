@@ -54,7 +54,6 @@ def compile_and_run(folder, compiler, isa, runner):
 @pytest.mark.parametrize(
     ("compiler", "isa", "runner", "lanes"),
     [
-        pytest.param("c++", BEST, "", None, id="this machine"),
         pytest.param("clang++", BEST, "", None, id="clang"),
         pytest.param(CROSS, "neon", "qemu-aarch64", 4, id="neon"),
         pytest.param(CROSS, "sve256", EMULATED, 8, id="sve256"),

@@ -5,9 +5,6 @@ In Triton's interpreter; `test_conformance.py` has the numbers of every form.
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ import torch
 from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import softmax_attention
 from difftransformer.ops import triton as triton_backend
-from tests.support import oracle
+from tests.support import fresh, oracle
 from tests.support.calls import bits, tensors
 from tests.support.cases import CAUSAL, by_name, ints, needs_interpreter, normed_op, op, overflow_is_fine
 from tests.support.oracle import Case, relative_error
@@ -29,7 +26,7 @@ SMALL = Case("x", B=2, H=2, G=1, T=9, S=11, D=8, E=6, lam="head", kwargs=CAUSAL)
 WIDE = Case("wide", H=2, G=1, T=35, S=70, D=8, E=140, lam="scalar")
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("splits", [1, 7])
 def test_any_number_of_shares(splits, monkeypatch):
     monkeypatch.setattr(launch, "decode_splits", lambda *_: splits)
     cache = CAUSAL | {"kv_lengths": ints(150, 40)}
@@ -94,42 +91,33 @@ def test_refusals_say_why(case, dtype, words):
 
 WITHOUT = """
 import sys, torch
-sys.modules.update({name: None for name in sys.argv[1:]})
+loaded = {name: module for name, module in sys.modules.items() if name == "triton"}
+sys.modules["triton"] = None
 from difftransformer.errors import BackendUnavailable
-from difftransformer.ops import explain, softmax_attention
+from difftransformer.ops import softmax_attention, triton
 x = torch.zeros(1, 1, 4, 8)
-try:
-    softmax_attention(x, x, x, backend="triton")
-except BackendUnavailable as error:
-    print(error)
-print(softmax_attention(x, x, x).shape)
+for has_package in (False, True):
+    if has_package:
+        del sys.modules["triton"]
+        sys.modules.update(loaded)
+        triton._reason.cache_clear()
+    try:
+        softmax_attention(x, x, x, backend="triton")
+    except BackendUnavailable as error:
+        print(error)
+    print(softmax_attention(x, x, x).shape)
 """
 
 
-@pytest.mark.parametrize(
-    ("missing", "words"),
-    [
-        ([], "triton: runs on CUDA devices, not on cpu (with TRITON_INTERPRET=1 set before Python starts, on the CPU)"),
-        pytest.param(
-            ["triton"],
-            "triton: needs the triton package: pip install 'difftransformer[gpu]'",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["no interpreter", "no package"],
-)
-def test_where_it_cannot_run(missing, words):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, *missing],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert words in done.stdout
-    assert "torch.Size([1, 1, 4, 8])" in done.stdout
+def test_where_it_cannot_run():
+    """Without the package, and then with it but without its interpreter."""
+    done = fresh.run(WITHOUT, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr
+    no_package, no_interpreter = done.stdout.splitlines()[::2]
+    assert "triton: needs the triton package: pip install 'difftransformer[gpu]'" in no_package
+    needed = "(with TRITON_INTERPRET=1 set before Python starts, on the CPU)"
+    assert f"triton: runs on CUDA devices, not on cpu {needed}" in no_interpreter
+    assert done.stdout.splitlines()[1::2] == ["torch.Size([1, 1, 4, 8])"] * 2
 
 
 def test_an_old_gpu_is_refused(monkeypatch):
@@ -180,10 +168,13 @@ def choose(key="key", forms=(SLOW, FAST)):
     return configs.choose(forms, key, lambda form: form)
 
 
-def test_the_fastest_form_is_timed_once_for_each_key(timed):
+def test_the_fastest_form_is_timed_once_for_each_key(timed, monkeypatch):
+    """It is then taken also while a graph is captured."""
     assert [choose("a"), choose("a"), choose("b")] == [FAST] * 3
     assert timed == [SLOW, FAST] * 2
     assert choose("c", (SLOW,)) is SLOW
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert choose("a") is FAST
     assert len(timed) == 4
 
 
@@ -200,12 +191,6 @@ def test_the_first_form_is_taken_where_no_clock_may_decide(why, timed, monkeypat
     assert choose() is SLOW
     assert timed == []
     monkeypatch.undo()
-
-
-def test_a_form_that_was_timed_is_taken_while_a_graph_is_captured(timed, monkeypatch):
-    choose()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert choose() is FAST
 
 
 def test_what_is_timed_is_run(monkeypatch):
@@ -234,8 +219,8 @@ def is_power_of_two(number):
 
 
 @pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("width", [1, 5, 16, 32, 64, 96, 128])
-@pytest.mark.parametrize("value_width", [1, 7, 32, 64, 128, 192, 256])
+@pytest.mark.parametrize("width", [1, 5, 16, 64, 96, 128])
+@pytest.mark.parametrize("value_width", [1, 7, 64, 128, 192, 256])
 def test_tilings_are_what_the_compiler_takes(width, value_width, low, monkeypatch):
     """Powers of two; 16 and more for its matrix instructions."""
     monkeypatch.setattr(configs, "INTERPRETED", False)

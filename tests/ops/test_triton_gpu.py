@@ -4,13 +4,13 @@ FSDP2 is not here: it gathers the weights of modules, and the operators get plai
 """
 
 import dataclasses
+import itertools
 from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.ops.problem import Restrictions, allowed_keys
 from tests.support import calls
 from tests.support.calls import assert_same_bits, errors_of, tensors
@@ -29,6 +29,7 @@ from tests.support.cases import (
     random_mask,
 )
 from tests.support.oracle import Case, output_and_gradients, relative_error
+from tests.support.tiny_models import tiny, tokens
 
 configs = pytest.importorskip("difftransformer.ops.triton_kernels.configs")
 
@@ -36,18 +37,21 @@ pytestmark = overflow_is_fine
 
 LOW = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *LOW)
-FORMS = pytest.mark.parametrize("form", ["both_maps", "split", "atomic"])  # a forward without gradients, two backwards
-
-
+FORMS = ("both_maps", "split", "atomic")  # a forward without gradients, two backwards
+NORM = (False, True)
 MARKS = {"cuda": [pytest.mark.gpu], "cpu": [needs_interpreter, pytest.mark.slow]}
 
 
-def on_both(names, interpreted, dtypes=DTYPES):
-    """Cases by name and dtype: all of them on a GPU, and one in the interpreter, which rounds to bf16 towards zero."""
-    rows = [("cuda", name, dtype) for name in names for dtype in dtypes]
-    rows.append(("cpu", interpreted, torch.float16 if torch.float16 in dtypes else torch.float32))
+def on_both(names, interpreted, dtypes=DTYPES, **more):
+    """Cases by name and dtype, and with values of more arguments: all on a GPU, and the last of one in the interpreter.
+
+    In fp16 there, since it rounds to bf16 towards zero.
+    """
+    rows = [("cuda", *row) for row in itertools.product(names, dtypes, *more.values())]
+    dtype = torch.float16 if torch.float16 in dtypes else torch.float32
+    rows.append(("cpu", interpreted, dtype, *(values[-1] for values in more.values())))
     params = [pytest.param(*row, marks=MARKS[row[0]]) for row in rows]
-    return pytest.mark.parametrize(("device", "name", "dtype"), params, indirect=["device"])
+    return pytest.mark.parametrize(("device", "name", "dtype", *more), params, indirect=["device"])
 
 
 @pytest.fixture(params=[pytest.param(name, marks=marks) for name, marks in MARKS.items()])
@@ -154,22 +158,19 @@ def large(name, device):
     return dataclasses.replace(base, **LARGE[name](n, width))
 
 
-@FORMS
-@on_both(LARGE, "documents")
+@on_both(LARGE, "documents", form=FORMS)
 def test_large_calls(name, dtype, form, device, take):
     take(form)
     assert_as_good_there(large(name, device), device, dtype, gradients=form != "both_maps")
 
 
-@FORMS
-@on_both(("causal", "left padding", "D = 128"), "left padding")
+@on_both(("causal", "left padding", "D = 128"), "left padding", form=FORMS)
 def test_large_calls_with_the_norm(name, dtype, form, device, take):
     take(form)
     assert_as_good_there(large(name, device), device, dtype, norm=True, gradients=form != "both_maps")
 
 
-@pytest.mark.parametrize("norm", [False, True])
-@on_both((4096, 16384), 128)
+@on_both((4096, 16384), 128, norm=NORM)
 def test_decoding(name, dtype, norm, device):
     """Partly filled caches of so many keys, and left padding; one and two positions."""
     keys = name
@@ -193,7 +194,7 @@ def test_decoding(name, dtype, norm, device):
 
 
 @pytest.mark.gpu
-@FORMS
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_logits_around_ten_thousand(sign, form, gpu, take):
     """As exact as the equations in fp32: a score is multiplied and its maximum subtracted in one rounding."""
@@ -213,8 +214,7 @@ def test_logits_around_ten_thousand(sign, form, gpu, take):
 # The same bits, and nothing read that was not written.
 
 
-@pytest.mark.parametrize("norm", [False, True])
-@on_both(("causal", "one group", "partly filled"), "causal", [torch.float32, torch.bfloat16])
+@on_both(("causal", "one group", "partly filled"), "causal", [torch.float32, torch.bfloat16], norm=NORM)
 @pytest.mark.usefixtures("deterministic")
 def test_the_same_bits_twice(name, dtype, norm, device):
     """In torch's deterministic mode."""
@@ -245,9 +245,7 @@ def test_a_backward_that_adds_is_close_to_one_that_does_not(name, dtype, device,
         assert relative_error(x, y) < (1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps)
 
 
-@FORMS
-@pytest.mark.parametrize("norm", [False, True])
-@on_both(("left padding", "documents", "odd widths"), "left padding", [torch.float16])
+@on_both(("left padding", "documents", "odd widths"), "left padding", [torch.float16], norm=NORM, form=FORMS)
 def test_no_uninitialised_memory(name, dtype, norm, form, device, take):
     take(form)
     case = moved(large(name, device), device)
@@ -264,11 +262,11 @@ def test_no_uninitialised_memory(name, dtype, norm, form, device, take):
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("norm", [False, True])
-def test_compiles_without_a_graph_break(norm, device):
+@on_both(("causal",), "causal", [torch.float16], norm=NORM)
+def test_compiles_without_a_graph_break(name, dtype, norm, device):
     torch.compiler.reset()
-    case = moved(large("causal", device), device)
-    leaves, lam, grad = tensors(case, torch.float16)
+    case = moved(large(name, device), device)
+    leaves, lam, grad = tensors(case, dtype)
     weight = torch.ones(case.E, device=device) if norm else None
 
     def attend(query, key, value, lam):
@@ -279,7 +277,7 @@ def test_compiles_without_a_graph_break(norm, device):
     outs = [function(*leaves[:3], lam) for function in (compiled, attend)]
     grads = [torch.autograd.grad(out, leaves, grad) for out in outs]
     for x, y in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
-        assert relative_error(x, y) < 4 * torch.finfo(torch.float16).eps
+        assert relative_error(x, y) < 4 * torch.finfo(dtype).eps
 
 
 def test_activation_checkpointing(device, take):
@@ -312,39 +310,20 @@ def test_a_decoding_step_in_a_cuda_graph(dtype, gpu):
         assert torch.equal(out, attend(*inputs))
 
 
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
-def test_generation(cache, device):
-    """transformers compiles the steps of a static cache on a GPU."""
+def test_generation(cache, gpu):
+    """transformers compiles the steps of a static cache. `tests/model/test_triton_model.py` generates in the interpreter."""
     torch.compiler.reset()
-    found = []
-    for backend in ("triton", "reference"):
-        torch.manual_seed(0)
-        config = DiffTransformerConfig(
-            vocab_size=61,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            max_position_embeddings=128,
-            eos_token_id=None,
-            pad_token_id=0,
-            tie_word_embeddings=False,
-            attn_backend=backend,
-        )
-        model = DiffTransformerForCausalLM(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() == 2 and "lambda" not in name:
-                    parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
-        model = model.to(device).eval()
-        ids = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
-        mask = torch.ones_like(ids)
-        mask[1, :4] = 0
-        how = {"cache_implementation": "static"} if cache == "static" else {}
-        new = 12 if device == "cuda" else 3
-        found.append(model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new, **how))
-    assert torch.equal(*found)
+    ids = tokens(2, 9).to(gpu)
+    how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
+    how["attention_mask"][1, :4] = 0
+    if cache == "static":
+        how["cache_implementation"] = "static"
+    fields = {"hidden_size": 64, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    models = (tiny(attn_backend=backend, **fields).to(gpu) for backend in ("triton", "reference"))
+    assert torch.equal(*(model.generate(ids, **how) for model in models))
 
 
 # The choice of a form, several devices.

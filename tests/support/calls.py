@@ -67,19 +67,8 @@ def calls(draw, *, batch=3, groups=3, heads_per_group=3, positions=30):
     if draw(st.integers(0, 3)) == 0:
         shape = [draw(st.sampled_from([1, size])) for size in (batch, heads, queries, keys)]
         kwargs["attn_mask"] = random_mask(*shape[draw(st.integers(0, 3)) :])
-    return Case(
-        "drawn",
-        B=batch,
-        H=heads,
-        G=groups,
-        T=queries,
-        S=keys,
-        D=width,
-        E=draw(st.integers(1, 140)),
-        shared_key=lam is not None and draw(st.booleans()),
-        lam=lam,
-        kwargs=kwargs,
-    )
+    sizes = {"B": batch, "H": heads, "G": groups, "T": queries, "S": keys, "D": width, "E": draw(st.integers(1, 140))}
+    return Case("drawn", **sizes, shared_key=lam is not None and draw(st.booleans()), lam=lam, kwargs=kwargs)
 
 
 @st.composite

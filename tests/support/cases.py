@@ -68,23 +68,10 @@ CASES = [
     Case("left padding", B=3, T=9, S=9, kwargs=CAUSAL | {"kv_start": ints(0, 4, 9)}),
     Case("cache", B=3, H=4, G=2, T=2, S=12, kwargs=CAUSAL | {"kv_lengths": ints(2, 12, 7, dtype=torch.int64)}),
     Case("cache, window", B=3, T=4, S=12, kwargs=CAUSAL | {"kv_lengths": ints(3, 12, 7), "window": 3}),
-    Case(
-        "both ends, mask",
-        B=3,
-        H=4,
-        T=6,
-        S=10,
-        lam="query",
-        kwargs={"kv_start": ints(0, 2, 5), "kv_lengths": ints(10, 8, 5), "attn_mask": random_mask(3, 4, 1, 10)},
-    ),
-    Case(
-        "both ends, causal mask",
-        B=3,
-        T=6,
-        S=10,
-        kwargs=CAUSAL
-        | {"kv_start": ints(1, 2, 2), "kv_lengths": ints(10, 4, 4), "attn_mask": random_mask(3, 1, 6, 10)},
-    ),
+    Case("both ends, mask", B=3, H=4, T=6, S=10, lam="query",
+         kwargs={"kv_start": ints(0, 2, 5), "kv_lengths": ints(10, 8, 5), "attn_mask": random_mask(3, 4, 1, 10)}),
+    Case("both ends, causal mask", B=3, T=6, S=10,
+         kwargs=CAUSAL | {"kv_start": ints(1, 2, 2), "kv_lengths": ints(10, 4, 4), "attn_mask": random_mask(3, 1, 6, 10)}),
     Case("documents", H=4, G=2, T=21, S=21, kwargs=CAUSAL | {"cu_seqlens": ints(0, 1, 8, 8, 21)}),
     Case("documents, free", T=21, S=21, kwargs={"cu_seqlens": ints(0, 13, 21, dtype=torch.int64)}),
     Case("documents, window, mask", T=15, S=15, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 15), "window": 4}),
@@ -94,7 +81,7 @@ CASES = [
     Case("softmax, mask", B=2, T=9, S=11, lam=None, kwargs={"attn_mask": mask_with_empty_rows()}),
     Case("softmax, cache", B=3, T=2, S=12, lam=None, kwargs=CAUSAL | {"kv_lengths": ints(1, 12, 7)}),
     Case("softmax, documents", T=21, S=21, lam=None, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 21)}),
-]
+]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 READS_LENGTHS = [case for case in CASES if {"kv_start", "kv_lengths", "cu_seqlens"} & case.kwargs.keys()]
 
@@ -252,19 +239,8 @@ def threads(count):
 
 # What backends choose by.
 
-PROBLEM = Problem(
-    op="differential",
-    device_type="cpu",
-    dtype=torch.float32,
-    batch=1,
-    heads=2,
-    groups=2,
-    queries=256,
-    keys=256,
-    width=32,
-    value_width=64,
-    is_causal=True,
-)
+SIZES = {"batch": 1, "heads": 2, "groups": 2, "queries": 256, "keys": 256, "width": 32, "value_width": 64}
+PROBLEM = Problem(op="differential", device_type="cpu", dtype=torch.float32, is_causal=True, **SIZES)
 
 
 def problem(length=256, **changes):

@@ -132,13 +132,7 @@ def chromium():
     if program is None:
         pytest.skip("no Chromium")
     (to_read, to_write), (from_read, from_write) = os.pipe(), os.pipe()
-    words = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--remote-debugging-pipe",
-    ]
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
     def place():  # the protocol's pipes are the file descriptors 3 and 4
         os.dup2(os.dup(to_read), 3)
@@ -146,7 +140,7 @@ def chromium():
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
-            [program, *words, f"--user-data-dir={folder}"],
+            [program, *words, "--remote-debugging-pipe", f"--user-data-dir={folder}"],
             preexec_fn=place,
             close_fds=False,
             stdout=subprocess.DEVNULL,

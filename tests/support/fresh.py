@@ -64,16 +64,9 @@ class Fresh:
 
     def __init__(self, code, *arguments, folder=".", **environment):
         self.streams = [tempfile.NamedTemporaryFile("r+", suffix=".txt") for _ in range(2)]  # noqa: SIM115
-        self.process = _context().Process(
-            target=_execute,
-            args=(
-                textwrap.dedent(code),
-                [str(word) for word in arguments],
-                os.environ | environment,
-                str(folder),
-                *(stream.name for stream in self.streams),
-            ),
-        )
+        words, files = [str(word) for word in arguments], [stream.name for stream in self.streams]
+        given = (textwrap.dedent(code), words, os.environ | environment, str(folder), *files)
+        self.process = _context().Process(target=_execute, args=given)
         self.process.start()
 
     def finish(self, timeout=120):
@@ -112,16 +105,7 @@ class Popen:
     """`subprocess.Popen` of `python -m MODULE ...` or `python -c CODE ...`, as far as tests use it."""
 
     def __init__(
-        self,
-        command,
-        *,
-        stdin=None,
-        stdout=None,
-        stderr=None,
-        cwd=".",
-        env=None,
-        text=False,
-        start_new_session=False,
+        self, command, *, stdin=None, stdout=None, stderr=None, cwd=".", env=None, text=False, start_new_session=False
     ):
         interpreter, flag, program, *words = command
         assert interpreter == sys.executable

@@ -17,19 +17,13 @@ from difftransformer.model.nll import summed_nll
 from tests.support.tiny_models import tiny, tokens
 
 CASES = {
-    "diff": {},
-    "diff_v2": {"attention_type": "diff_v2"},
-    "grouped_diff_v2": {"attention_type": "grouped_diff_v2"},
-    "dex": {"attention_type": "dex"},
-    "softmax": {"attention_type": "softmax"},
+    **{name: {"attention_type": name} for name in ("diff", "diff_v2", "grouped_diff_v2", "dex", "softmax")},
     "softmax, headwise norm": {"attention_type": "softmax", "softmax_head_norm": "gain"},
     "grouped_diff, QK norm": {"attention_type": "grouped_diff", "qk_norm": True},
     "diff, scalar lambda": {"lambda_form": "scalar"},
     "diff, untied, grouped": {"tie_word_embeddings": False, "num_key_value_heads": 2},
-    "diff, bf16": {},
-    "diff, chunked loss": {},
-    "diff, multiplied": {"embedding_multiplier": 3.3},
-}
+    "diff, bf16": {}, "diff, chunked loss": {}, "diff, multiplied": {"embedding_multiplier": 3.3},
+}  # fmt: skip
 
 
 def train(name, rank, world):

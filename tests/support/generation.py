@@ -7,11 +7,7 @@ from transformers.cache_utils import Fp8QuantizedLayer, QuantizedCache
 from tests.support.oracle import relative_error
 from tests.support.tiny_models import tiny as tied
 
-WAYS = {
-    "uncached": {"use_cache": False},
-    "dynamic": {},
-    "static": {"cache_implementation": "static"},
-}
+WAYS = {"uncached": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}
 
 
 def tiny(**fields):

@@ -9,11 +9,13 @@ from difftransformer.attention import (
     DifferentialAttentionV2,
     GroupedDifferentialAttention,
     GroupedDifferentialAttentionV2,
+    SoftmaxAttention,
 )
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 WIDTH, D = 20, 4
 CHOICES = {  # what each class computes unless it is told otherwise
+    SoftmaxAttention: {"form": "constant", "norm": "none"},
     DifferentialAttention: {},
     DifferentialAttentionV2: {"form": "token", "norm": "none", "shared_key": True},
     GroupedDifferentialAttention: {},
@@ -56,22 +58,26 @@ def causal(length, window=99):
 
 def by_hand(
     weights, hidden, context, allowed, *, heads, e, start=None, d=D, value=None, scale=None, eps=1e-5,
-    form="layer", norm="gain", shared_key=False, gate=False,
+    form="layer", norm="gain", shared_key=False, gate=False, prepare=lambda rows, name: rows,
 ):  # fmt: skip
     """Output and map, one signal head at a time. Rows are taken off a projection's front in the order that classes document.
 
-    V1 and V2 have a noise head for each signal head. `start` is lambda_init, `value` the constant term of lambda where it is
-    another number, `scale` the factor of the heads where it is not 1 - start.
+    V1 and V2 have a noise head for each signal head, softmax attention has none. `start` is lambda_init, `value` the constant
+    term of lambda where it is another number, `scale` the factor of the heads where it is not 1 - start. `prepare` gets each
+    map's queries ("q") and keys ("k").
     """
     scale = scale if scale is not None else 1 if norm == "none" else 1 - start
     value = start if value is None else value
     signal, noise, groups = heads
     q, k, v = (x @ weights[f"{name}_proj.weight"].T for x, name in ((hidden, "q"), (context, "k"), (context, "v")))
-    queries, keys, values = list(q.split(d, -1)), list(k.split(d, -1)), v.split(e, -1)
+    queries, keys = ([prepare(rows, name) for rows in x.split(d, -1)] for x, name in ((q, "q"), (k, "k")))
+    values = v.split(e, -1)
     first_q, second_q, first_k, second_k = [], [], [], []
     for _ in range(noise):
         first_q += [queries.pop(0) for _ in range(signal // noise)]
         second_q.append(queries.pop(0))
+    if not noise:
+        first_q, first_k, queries, keys = queries, keys, [], []
     cells = groups if shared_key else min(groups, noise)
     for _ in range(cells):
         first_k += [keys.pop(0) for _ in range(groups // cells)]
@@ -79,9 +85,12 @@ def by_hand(
     assert (len(queries), len(keys), len(values)) == (0, 0, groups)
     outputs, maps = [], []
     for h in range(signal):
-        j, g = h // (signal // noise), h // (signal // groups)
-        pairs = ((first_q[h], first_k[g]), (second_q[j], second_k[j // (noise // cells)]))
-        first, second = (
+        g = h // (signal // groups)
+        pairs = [(first_q[h], first_k[g])]
+        if noise:
+            j = h // (signal // noise)
+            pairs.append((second_q[j], second_k[j // (noise // cells)]))
+        first, *second = (
             torch.softmax((x @ y.mT / math.sqrt(d)).masked_fill(~allowed, -torch.inf), -1) for x, y in pairs
         )
         if form == "constant":
@@ -93,7 +102,7 @@ def by_hand(
         else:
             q1, k1, q2, k2 = (weights[name][h] if form == "head" else weights[name] for name in VECTORS)
             lam = torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + value
-        maps.append(first - lam * second)
+        maps.append(first - lam * second[0] if second else first)
         out = maps[-1] @ values[g]
         if norm != "none":
             out = out / torch.sqrt(out.square().mean(-1, keepdim=True) + eps)

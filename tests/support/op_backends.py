@@ -47,6 +47,7 @@ class OpBackend:
             rounded terms, which may be larger than their difference, as its documentation says.
         tolerance: Of fp32, relative to the largest number.
         is_heavy: Whether it takes a second for a call here, so that most calls are slow tests.
+        is_further_form: Whether it shares most of its code with another row, so that few calls show what is its own.
     """
 
     name: str
@@ -60,6 +61,7 @@ class OpBackend:
     times: int = 2
     tolerance: float = 2e-5
     is_heavy: bool = False
+    is_further_form: bool = False
 
     def __str__(self) -> str:
         return self.label or self.name
@@ -241,11 +243,9 @@ def flash_takes(case):
 # torch.compile hides this warning of its own, unless warnings are errors.
 hidden_by_compile = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 INTERPRETED = {
-    "name": "triton",
-    "marks": (needs_interpreter, overflow_is_fine),
-    "low": (torch.float16,),
-    "is_heavy": True,
-}
+    "name": "triton", "marks": (needs_interpreter, overflow_is_fine), "low": (torch.float16,), "is_heavy": True
+}  # fmt: skip
+FURTHER_FORM = INTERPRETED | {"is_further_form": True}
 ON_CUDA = {"device": "cuda", "marks": (pytest.mark.gpu,), "provide": has_cuda}
 FLASH = {
     "name": "flash", "times": 3, "takes": flash_takes, "differentiates": lambda case: "kv_lengths" not in case.kwargs
@@ -258,20 +258,16 @@ TABLE = (
     OpBackend(name="sdpa", times=3),
     OpBackend(name="cpu", marks=(needs_kernels,)),
     OpBackend(**INTERPRETED),
-    OpBackend(**INTERPRETED, label="atomic triton", provide=lambda patch: force_forms(patch, "atomic")),
-    OpBackend(
-        **INTERPRETED,
-        label="both_maps triton",
-        provide=lambda patch: force_forms(patch, "both_maps"),
-        takes=lambda case: case.lam is not None,
-        differentiates=lambda case: False,
-    ),
-    OpBackend(name="flex", provide=flex_as_on_a_gpu, marks=(hidden_by_compile,), times=3, is_heavy=True),
+    OpBackend(**FURTHER_FORM, label="atomic triton", provide=lambda patch: force_forms(patch, "atomic")),
+    OpBackend(**FURTHER_FORM, label="both_maps triton", provide=lambda patch: force_forms(patch, "both_maps"),
+              takes=lambda case: case.lam is not None, differentiates=lambda case: False),
+    OpBackend(name="flex", provide=flex_as_on_a_gpu, marks=(hidden_by_compile,), low=(torch.bfloat16,), times=3,
+              is_heavy=True),
     OpBackend(**FLASH, provide=install_flash),
     OpBackend(**ON_CUDA, name="triton", label="triton on CUDA"),
     OpBackend(**ON_CUDA, name="flex", label="flex on CUDA", times=3, tolerance=1e-3),  # its products may be in TF32
     OpBackend(**FLASH | ON_CUDA | {"provide": has_flash_attn}, label="flash on CUDA"),
-)
+)  # fmt: skip
 LABELS = tuple(map(str, TABLE))
 FLOAT64 = ("reference", "chunked", "sdpa")
 PLAIN = (*FLOAT64, "cpu", "triton")
@@ -279,24 +275,30 @@ FUSED = ("cpu", "triton")
 FORMS = ("triton", "atomic triton", "both_maps triton")
 
 
-def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, **more):
+def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, few=None, **more):
     """Run a test with each of some backends; the fixture `backend` makes it available.
 
     Args:
         labels: Of the rows of `TABLE`.
         cases: Cases, those that the backend does not take left out.
-        dtypes: Dtypes, or "low" for those that the backend has below fp32.
+        dtypes: Dtypes; "low" for those that the backend has below fp32; "both" for fp32 and, unless it is heavy, one of these.
         quick: Names of the cases that are quick tests; all if None.
         heavy: As `quick`, for backends that are heavy.
+        few: By label, names of the only cases that a row takes; a further form takes those that are quick tests.
         more: Further marks by label.
     """
     names = ["backend", *["case"] * (cases is not None), *["dtype"] * (dtypes is not None)]
     found = []
     for row in (row for row in TABLE if str(row) in labels):
+        both = (torch.float32,) if row.is_heavy else (torch.float32, row.low[0])
+        chosen = {"low": row.low, "both": both}[dtypes] if isinstance(dtypes, str) else dtypes or [None]
         named = heavy if row.is_heavy and heavy is not None else quick
         for case in [None] if cases is None else filter(row.takes, cases):
+            only = (few or {}).get(str(row), heavy if row.is_further_form else None)
+            if case is not None and only is not None and case.name not in only:
+                continue
             slow = [pytest.mark.slow] * (case is not None and named is not None and case.name not in named)
-            for dtype in [None] if dtypes is None else row.low if dtypes == "low" else dtypes:
+            for dtype in chosen:
                 values = [x for x in (row, case, dtype) if x is not None]
                 words = [str(x).removeprefix("torch.") if x is not case else case.name for x in values]
                 marks = [*row.marks, *slow, *more.get(str(row), ())]

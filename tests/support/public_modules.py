@@ -32,25 +32,16 @@ def v1_module_shapes(hidden, heads, groups, head_dim=None, output="out_proj"):
     """Of Microsoft's V1 module."""
     d = head_dim or hidden // heads // 2
     lambdas = {f"lambda_{which}": (d,) for which in ("q1", "k1", "q2", "k2")}
-    return {
-        "q_proj.weight": (2 * heads * d, hidden),
-        "k_proj.weight": (2 * groups * d, hidden),
-        "v_proj.weight": (2 * groups * d, hidden),
-        f"{output}.weight": (hidden, 2 * heads * d),
-        "subln.weight": (2 * d,),
-        **lambdas,
-    }
+    counts = {"q": heads, "k": groups, "v": groups}
+    rows = {f"{name}_proj.weight": (2 * count * d, hidden) for name, count in counts.items()}
+    return {**rows, f"{output}.weight": (hidden, 2 * heads * d), "subln.weight": (2 * d,), **lambdas}
 
 
 def v2_module_shapes(hidden, heads, groups, head_dim):
     """Of Microsoft's V2 module."""
-    return {
-        "q_proj.weight": (2 * heads * head_dim, hidden),
-        "k_proj.weight": (groups * head_dim, hidden),
-        "v_proj.weight": (groups * head_dim, hidden),
-        "o_proj.weight": (hidden, heads * head_dim),
-        "lambda_proj.weight": (heads, hidden),
-    }
+    counts = {"q": 2 * heads, "k": groups, "v": groups}
+    rows = {f"{name}_proj.weight": (count * head_dim, hidden) for name, count in counts.items()}
+    return rows | {"o_proj.weight": (hidden, heads * head_dim), "lambda_proj.weight": (heads, hidden)}
 
 
 def phi4flash_shapes(hidden, heads, groups):
@@ -58,29 +49,19 @@ def phi4flash_shapes(hidden, heads, groups):
     d = hidden // heads // 2
     inner = {f"inner_cross_attn.lambda_{which}": (d,) for which in ("q1", "k1", "q2", "k2")}
     rows = 2 * d * (heads + 2 * groups)
-    return {
-        "Wqkv.weight": (rows, hidden),
-        "Wqkv.bias": (rows,),
-        "out_proj.weight": (hidden, hidden),
-        "out_proj.bias": (hidden,),
-        "inner_cross_attn.subln.weight": (2 * d,),
-        **inner,
-    }
+    projections = {"Wqkv.weight": (rows, hidden), "Wqkv.bias": (rows,)}
+    projections |= {"out_proj.weight": (hidden, hidden), "out_proj.bias": (hidden,)}
+    return projections | {"inner_cross_attn.subln.weight": (2 * d,), **inner}
 
 
 def timm_shapes(hidden, heads, qk_norm=False):
     """Of timm's DiffAttention with all biases."""
     d = hidden // heads // 2
     norms = {"q_norm.weight": (d,), "k_norm.weight": (d,)} if qk_norm else {}
-    return {
-        "qkv.weight": (3 * hidden, hidden),
-        "qkv.bias": (3 * hidden,),
-        "proj.weight": (hidden, hidden),
-        "proj.bias": (hidden,),
-        "sub_norm.weight": (2 * d,),
-        **{f"lambda_{which}": (d,) for which in ("q1", "k1", "q2", "k2")},
-        **norms,
-    }
+    lambdas = {f"lambda_{which}": (d,) for which in ("q1", "k1", "q2", "k2")}
+    projections = {"qkv.weight": (3 * hidden, hidden), "qkv.bias": (3 * hidden,)}
+    projections |= {"proj.weight": (hidden, hidden), "proj.bias": (hidden,)}
+    return projections | {"sub_norm.weight": (2 * d,), **lambdas, **norms}
 
 
 def rotate_interleaved(x, positions, theta=10_000.0):
@@ -197,17 +178,8 @@ def phi4flash(weights, x, depth, window=None):
     width = w["out_proj.weight"].shape[1]
     keys = (rows.shape[1] - width) // 2
     q, k, v = rows[:, :width], rows[:, width : width + keys], rows[:, width + keys :]
-    heads = v1_heads(
-        q,
-        k,
-        v,
-        _lambdas(w, inner),
-        w[inner + "subln.weight"],
-        paper_lambda_init(depth),
-        d,
-        lambda rows, _: rows,
-        causal(len(x), window),
-    )
+    gain, init, allowed = w[inner + "subln.weight"], paper_lambda_init(depth), causal(len(x), window)
+    heads = v1_heads(q, k, v, _lambdas(w, inner), gain, init, d, lambda rows, _: rows, allowed)
     return heads @ w["out_proj.weight"].T + w["out_proj.bias"]
 
 

@@ -55,17 +55,10 @@ def record(
     ]
     return RunRecord(
         recipe={"name": "simulated", "model": {"attention_type": arm, "hidden_size": 128}, "training": {"seed": seed}},
-        data_sha256=data,
-        created=created,
-        environment=ENVIRONMENT,
-        parameters=parameters,
-        train_tokens=tokens,
-        train_seconds=seconds,
-        step_seconds=seconds / 3000,
-        total_seconds=1.2 * seconds,
-        figures=[*measured, *more],
+        data_sha256=data, created=created, environment=ENVIRONMENT, parameters=parameters, train_tokens=tokens,
+        train_seconds=seconds, step_seconds=seconds / 3000, total_seconds=1.2 * seconds, figures=[*measured, *more],
         curves=curves or {},
-    )
+    )  # fmt: skip
 
 
 def study(
@@ -91,24 +84,10 @@ def study(
                 place = dict(zip([axis.name for axis in axes], point, strict=True))
                 members.append(StudyMember(arm=arm.name, point=place, seed=seed, file=file))
                 files[arm.name, point, seed] = file
-    index = StudyIndex(
-        **{
-            "name": "simulated",
-            "preset": "laptop",
-            "question": "Is there an effect?",
-            "about": "Simulated.",
-            "analysis": "arms",
-            "reference": arms[-1].name,
-            "arms": arms,
-            "axes": list(axes),
-            "figures": list(figures),
-            "members": members,
-            "planned": len(members),
-            "rates": [],
-            "command": "difftransformer study simulated",
-        }
-        | parts
-    )
+    words = {"name": "simulated", "preset": "laptop", "question": "Is there an effect?", "about": "Simulated."}
+    words |= {"analysis": "arms", "reference": arms[-1].name, "command": "difftransformer study simulated"}
+    lists = {"arms": arms, "axes": list(axes), "figures": list(figures), "members": members, "rates": []}
+    index = StudyIndex(**words | lists | {"planned": len(members)} | parts)
     return Evidence(index=index, path=Path("simulated/laptop.json"), runs=runs, files=files)
 
 

@@ -7,16 +7,9 @@ from tests.support.independent_model import Shape
 
 VOCABULARY = 61
 BASE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "initialization": "normal",
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "initialization": "normal", "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def tiny_config(**fields):
@@ -71,20 +64,9 @@ def shape_of(config):
         heads = config.num_differential_heads or heads
         groups = config.num_differential_key_value_heads or groups
         value_dim = config.value_head_dim or value_dim
-    return Shape(
-        config.attention_type,
-        config.num_hidden_layers,
-        heads,
-        groups,
-        config.head_dim,
-        value_dim,
-        config.rms_norm_eps,
-        config.head_norm_eps,
-        config.rope_parameters["rope_theta"],
-        noise,
-        extended,
-        config.embedding_multiplier,
-    )
+    theta, eps = config.rope_parameters["rope_theta"], (config.rms_norm_eps, config.head_norm_eps)
+    widths = (config.attention_type, config.num_hidden_layers, heads, groups, config.head_dim, value_dim)
+    return Shape(*widths, *eps, theta, noise, extended, config.embedding_multiplier)
 
 
 def tokens(*shape, seed=1):

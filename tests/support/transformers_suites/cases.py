@@ -42,19 +42,10 @@ def classes_of(config):
 
 
 SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 37,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 class Tester:
@@ -68,11 +59,8 @@ class Tester:
 
     def __init__(self, classes, options):
         self.config_class, self.base_model_class, self.causal_lm_class = classes[:3]
-        (
-            self.question_answering_class,
-            self.sequence_classification_class,
-            self.token_classification_class,
-        ) = classes[3:]
+        self.question_answering_class, self.sequence_classification_class = classes[3:5]
+        self.token_classification_class = classes[5]
         self.options = options
         vars(self).update(SIZES)
         if hasattr(self.config_class, "head_layout"):

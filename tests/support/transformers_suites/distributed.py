@@ -46,13 +46,8 @@ def run_distributed(world_size):
 
 
 def _process(rank, function, world_size, port, arguments):
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-    }
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     try:
         function(rank, *arguments)
