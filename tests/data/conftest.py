@@ -8,7 +8,7 @@ from difftransformer.data import DataConfig, Document, Shards, byte_tokenizer, t
 from tests.support.shards import split_documents, write_shards
 
 
-def request(source, folder, **fields):
+def request(source, folder, /, **fields):
     own = {"source": str(source), "tokenizer": "byte", "validation_share": 0.2, "folder": str(folder)}
     return DataConfig(**own | fields)
 

@@ -113,10 +113,10 @@ def test_inside_is_what_maps_and_layers_show(attention_type, toy_recipe, toy_sha
     assert found["largest_hidden_states"] == pytest.approx([one.abs().max().item() for one in hidden], rel=1e-5)
 
 
-def test_logs_change_no_bit(toy_recipe, toy_shards, model_config, tmp_path, plain_run):
-    logs = LogsConfig(inside_every=2, peak_tflops=0.1)
-    train(toy_recipe.training, model_config(), toy_shards, tmp_path / "on", logs=logs)
-    states = [run / "checkpoints" / "step-000008" for run in (plain_run, tmp_path / "on")]
+def test_logs_change_no_bit(toy_recipe, toy_shards, model_config, tmp_path):
+    for name, logs in (("off", None), ("on", LogsConfig(inside_every=2, peak_tflops=0.1))):
+        train(toy_recipe.training, model_config(), toy_shards, tmp_path / name, logs=logs)
+    states = [tmp_path / name / "checkpoints" / "step-000008" for name in ("off", "on")]
     for file in ("model.safetensors", "optimizer.safetensors"):
         off, on = (load_file(state / file) for state in states)
         assert off.keys() == on.keys()
