@@ -313,7 +313,7 @@ def test_heads_of_another_width_than_the_output_projection_are_refused():
 def test_wider_mlps_are_for_llamas_alone(tmp_path):
     with pytest.raises(ConfigError, match=r"--to 'softmax\+diff': only a Llama or Mistral without biases"):
         upcycled(source_model("qwen3"), tmp_path, "softmax+diff")
-    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "softmax+diff").exists()
 
 
 MEASURED = """

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
-from transformers import CompileConfig, PreTrainedTokenizerFast, QuantizedCache
+from transformers import CompileConfig, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from difftransformer.attention import VARIANTS, base, head_norm
@@ -248,18 +248,6 @@ class TestCaches:
         assert model(ids).past_key_values.get_seq_length() == 4
         assert model(ids, use_cache=False).past_key_values is None
         assert model.train()(ids).past_key_values is None
-
-
-class TestOtherCaches:
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_an_offloaded_cache_needs_a_gpu(self):
-        ids = tokens(1, 5)
-        with pytest.raises((RuntimeError, AssertionError, ValueError)):
-            greedy(tiny(), ids, 2, attention_mask=torch.ones_like(ids), cache_implementation="offloaded")
-
-    def test_a_quantized_cache_needs_its_package(self):
-        with pytest.raises(ImportError, match="quanto"):
-            QuantizedCache("quanto", tiny().config)
 
 
 class TestStopping:

@@ -63,7 +63,7 @@ def test_rows_up_to_which_a_call_is_split(take):
 
 
 def test_the_norm_rounds_once():
-    """Where both maps are at hand, heads are normalised before they are rounded."""
+    """Heads are normalised before they are rounded."""
     case = Case("x", B=2, H=4, T=33, S=33, D=16, E=32, kwargs=CAUSAL)
     query, key, value, lam, _ = case.inputs(torch.float16)
     wide = normed_op(case, "triton")(query.float(), key.float(), value.float(), lam, None)

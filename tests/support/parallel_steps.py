@@ -44,7 +44,7 @@ def settings(steps, method="adamw", **fields):
     return TrainingConfig(**plain | fields)
 
 
-def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs=None, model=None, **fields):
+def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs=None, **fields):
     """Train every variant in this process. initial.safetensors gets the weights at the start, as they lie on the mesh."""
     from difftransformer.data import Shards
     from difftransformer.model import DiffTransformerConfig
@@ -56,7 +56,7 @@ def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs
     opened, config = Shards.open(Path(shards)), settings(steps, **fields)
     for name in variants:
         architecture = DiffTransformerConfig(
-            attention_type=name, vocab_size=opened.tokenizer.vocab_size, **HEADS | VARIANTS[name] | (model or {})
+            attention_type=name, vocab_size=opened.tokenizer.vocab_size, **HEADS | VARIANTS[name]
         )
         mesh, run = Mesh(processes, parallel), Path(folder) / name
         start = DeferredModel(partial(build_model, architecture, config.seed))

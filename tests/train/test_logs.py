@@ -174,7 +174,6 @@ def test_mfu_takes_the_rows_of_each_stage(toy_recipe, toy_shards, model_config, 
 
 FAULTS = """
 import resource, torch
-from difftransformer.train.profiling import Profile
 from difftransformer.train.speed import keep_freed_memory
 keep_freed_memory()
 for _ in range(3):
