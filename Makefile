@@ -38,7 +38,7 @@ SITE  ?= build/site
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: demo demo-full pair test test-all test-slow test-tools test-data docs lint bench dist sanitize help clean
+.PHONY: demo demo-full pair test test-all test-slow test-tools test-data compilers docs lint bench dist sanitize help clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,18 +57,21 @@ pair: demo-full ## Write the two models that come with the package again, from s
 test: $(DEV) lint ## Format, lint, types, layers and the quick tests
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu"
 
-test-all: $(DEV) $(TOOLS) $(VLLM) $(PAGES) test-data ## The heavier tests, those with PEFT, TRL, lm-eval, torchao, transformers serve and vLLM included
-	$(MAKE) -j 2 test-slow docs test-tools # much of docs and test-tools is one process that waits for another
+# Packages are not installed into an environment whose tests run.
+test-all: $(DEV) $(if $(PY),$(PAGES) test-data) ## The heavier tests, those with PEFT, TRL, lm-eval, torchao, transformers serve and vLLM included
+	$(MAKE) -j 2 test-slow test-tools # much of what test-tools needs is one process that waits for another
 
-test-slow: $(DEV)
+test-slow: $(DEV) compilers
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu and not tools"
 
-test-tools: $(TOOLS) $(VLLM)
+test-tools: docs $(TOOLS) $(VLLM) test-data # docs, because the site is tested
 	$(RUN_TOOLS) -m pytest -n $(JOBS) --dist worksteal -m "tools and not gpu"
 
-test-data: $(TOOLS) ## Install what heavier tests read (packages with data; as root with apt-get, compilers too), check folder DIFFTRANSFORMER_DATA; under CI a missing set is a failure
+test-data: $(TOOLS) compilers ## Install what heavier tests read (packages with data; as root with apt-get, compilers too), check folder DIFFTRANSFORMER_DATA; under CI a missing set is a failure
 	$(RUN_TOOLS) tests/check_data.py
-	$(RUN_TOOLS) tests/check_compilers.py
+
+compilers: $(DEV)
+	$(RUN) tests/check_compilers.py
 
 docs: $(PAGES) ## Run the notebooks and build the documentation site, every warning an error; write build/site/index.html
 	$(RUN_DOCS) docs/build.py $(SITE)
