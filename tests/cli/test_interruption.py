@@ -108,7 +108,7 @@ def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
 
 @pytest.mark.slow(minutes=2)
 def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path, start, monkeypatch):
-    toy["training"] |= {"steps": 500, "checkpoint_every": 50, "validate_every": 200, "context_stages": [[0, 64]]}
+    toy["training"] |= {"steps": 300, "checkpoint_every": 50, "validate_every": 120, "context_stages": [[0, 64]]}
     toy["evaluation"][1]["options"]["lengths"] = [96]
     toy["evaluation"][2]["options"]["length"] = 96
     toy["compare"] = {"seeds": 1, "jobs": 2}
@@ -137,7 +137,7 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
     process.communicate()
     wait_until(lambda: not any(map(is_alive, children)))
     assert time.monotonic() - killed < 5
-    assert all(steps_done(run) < 500 for run in runs)
+    assert all(steps_done(run) < 300 for run in runs)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("difftransformer_lab.studies.comparison.measure_costs", lambda *args, **options: [])
@@ -151,6 +151,6 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
         assert run_main([str(reference), "1", "cpu"]) == 0
         assert losses(run) == losses(reference)
         for name in ("perplexity", "needle", "allocation"):
-            expected = read_result(reference / "evals" / "step-000500" / f"{name}.json", TaskResult)
+            expected = read_result(reference / "evals" / "step-000300" / f"{name}.json", TaskResult)
             result, measured = found.evaluations[name], (expected.measurements, expected.items, expected.grids)
             assert (result.measurements, result.items, result.grids) == measured, name

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 ]
 UNDER_CI = os.environ.get("CI") == "true" or os.environ.get("DIFFTRANSFORMER_CI") == "1"
-QUESTIONS = 15
+QUESTIONS = 10
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}

@@ -69,8 +69,8 @@ def masked_decoding(network, prompt, options):
 
 @pytest.mark.parametrize("name", DEMONSTRATIONS, indirect=True)
 def test_the_labels_of_masked_decoding_without_any_cache(name, smollm, model):
-    """All classes compete, on 40 items; few demonstrations, since the plain way computes each of them anew at every step."""
-    task = ShotsTask(Options(data=name, demonstrations=[DEMONSTRATIONS[name]], items=40), setting(model))
+    """All classes compete, on 15 items; few demonstrations, since the plain way computes each of them anew at every step."""
+    task = ShotsTask(Options(data=name, demonstrations=[DEMONSTRATIONS[name]], items=15), setting(model))
     assert len(task.labels) == CLASSES[name]
     network = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -102,7 +102,7 @@ def test_every_label_can_be_reached_and_tokens_are_those_of_the_text(name, model
 
 
 def test_prefix_caching_changes_nothing_but_the_work(model, monkeypatch):
-    """64 demonstrations: a fifth of the tokens or less, and the same labels."""
+    """32 demonstrations: a fifth of the tokens or less, and the same labels."""
     if not os.environ.get("DIFFTRANSFORMER_DATA"):
         pytest.skip("DIFFTRANSFORMER_DATA is not set")
     caches = []
@@ -113,7 +113,7 @@ def test_prefix_caching_changes_nothing_but_the_work(model, monkeypatch):
             caches.append(self)
 
     monkeypatch.setattr(causal, "PrefixCache", Counting)
-    task = ShotsTask(Options(data="trec", demonstrations=[64], items=8), setting(model))
+    task = ShotsTask(Options(data="trec", demonstrations=[32], items=8), setting(model))
     scores = run_task(model, task)
     cached = sum(cache.computed_tokens for cache in caches)
     caches.clear()

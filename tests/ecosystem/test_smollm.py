@@ -13,7 +13,7 @@ from difftransformer_lab.evals.drift import measure_drift
 
 pytestmark = pytest.mark.slow(minutes=1)
 
-TOKENS = 2000
+TOKENS = 1000
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import pytest
 
 import hatch_build
 from difftransformer.ops import processor
-from tests.support import peak_memory
 from tests.support.cases import needs_kernels
 
 pytestmark = [pytest.mark.slow(minutes=4), needs_kernels]
@@ -69,22 +68,18 @@ def environment_with(wheel, folder):
     return python
 
 
-def test_a_wheel_with_kernels(tmp_path):
-    peaks = tmp_path / "peaks"
-    # With this environment as it is: `make` is not to install anything.
-    words = ["make", "-o", ".venv/.ready-dev", "PY=", f"RUN={sys.executable}", f"DIST={tmp_path}", "dist"]
-    compiler = f"{sys.executable} {peak_memory.__file__} {peaks} c++"
-    run(*words, CXX=compiler, PYTHONPATH=str(ROOT / "src"))
-    assert max(int(line.split()[0]) for line in peaks.read_text().splitlines()) < MOST_MIB
+def test_a_wheel_with_kernels(distribution, tmp_path):
+    peaks = (distribution / "peaks").read_text().splitlines()
+    assert max(int(line.split()[0]) for line in peaks) < MOST_MIB
 
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = distribution.glob("*.whl")
     assert re.search(r"-py3-none-(manylinux_2_\d+|linux|macosx_\d+_\d+)_\w+\.whl$", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = {Path(name).name for name in archive.namelist() if "/prebuilt/" in name}
     assert (
         names == {f"{isa}.so" for isa in processor.of_architecture()} >= {f"{isa}.so" for isa in processor.available()}
     )
-    (package,) = tmp_path.glob("*.tar.gz")
+    (package,) = distribution.glob("*.tar.gz")
     with tarfile.open(package) as archive:
         inside = archive.getnames()
     assert not [name for name in inside if name.endswith(".so") or "prebuilt" in name]
