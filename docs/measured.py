@@ -18,6 +18,9 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 MISSING = "not measured yet"
+NORMAL_START = (
+    " Weights start from N(0, 0.05\u00b2), as no model does by default: with the fan-in start variants may differ otherwise."
+)
 LOSS = "validation loss per token"
 # Files of benchmarks are named after the processor.
 PROCESSORS = {
@@ -297,7 +300,7 @@ def choice_tables(timed: Bench, upcycled: Studied, studies: Sequence[Studied]) -
     found = {one.evidence.index.name: one for one in studies if one.evidence.index.plan is None}
     trained, recalled = found.get("variants") or found.get("controls"), found.get("synthetic")
     works = ("training step", "prefill", "decoding")
-    quality = ("held-out loss", "retrieval, seen cities", "retrieval, unseen cities")
+    quality = ("retrieval, seen cities", "retrieval, unseen cities")
     recall = ("right answers", "steps to 90 % of answers")
     times, qualities, recalls = [], [], []
     for kind in TYPES:
@@ -309,7 +312,7 @@ def choice_tables(timed: Bench, upcycled: Studied, studies: Sequence[Studied]) -
         f"Over softmax attention at equal parameters, smallest to largest of {sizes} in fp32 and bf16. {circumstances(timed)}"
     ]
     notes = [
-        *studied_notes(trained, "Loss in bits/byte."),
+        *studied_notes(trained),
         "Upcycled: one seed, 95 % interval over evaluation windows ([more](upcycling.md#continue-training)).",
     ]
     change = "upcycled: loss minus the unconverted model's, nats/token"
@@ -323,7 +326,7 @@ def choice_tables(timed: Bench, upcycled: Studied, studies: Sequence[Studied]) -
     return "\n".join(table.markdown() for table in tables)
 
 
-def studied_notes(study: Studied | None, units: str = "") -> list[str]:
+def studied_notes(study: Studied | None) -> list[str]:
     """Return the command of a study, and how to read its cells."""
     if study is None:
         return []
@@ -331,7 +334,8 @@ def studied_notes(study: Studied | None, units: str = "") -> list[str]:
     means = f" of means over {len(study.evidence.points)} settings" if study.evidence.has_settings else ""
     return [
         f"Study: `{index.command}` ([its page](results/studies/{index.name}/README.md#{index.preset}), "
-        f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds{means}. {units}".rstrip(),
+        f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds{means}."
+        + NORMAL_START * (index.preset == "normal-start"),
         mark_words(study.evidence),
     ]
 

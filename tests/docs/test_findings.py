@@ -250,11 +250,11 @@ def test_choose_a_variant_shows_what_a_study_measured(monkeypatch):
     times, quality = map(cells_of, split_tables(choice(timed, upcycled, [studied(evidence)])))
     missing = "not measured yet"
     assert [row[1:] for row in times if row[0] == "`softmax`"] == [["1"] * 3]
-    rows = {row[0]: row[1:4] for row in quality}
-    assert rows["`diff`"] == [missing, "0.900 \u00b1 0.004 *", missing]
-    assert rows["`diff_v2`"][1].startswith("0.500 \u00b1 ")
-    assert not rows["`diff_v2`"][1].endswith("*")
-    assert rows["`softmax`"] == [missing, "0.500 \u00b1 0.007", missing]
-    assert rows["`dex`"] == rows["`grouped_diff`"] == [missing] * 3
+    rows = {row[0]: row[1:3] for row in quality}
+    assert rows["`diff`"] == ["0.900 \u00b1 0.004 *", missing]
+    assert rows["`diff_v2`"][0].startswith("0.500 \u00b1 ")
+    assert not rows["`diff_v2`"][0].endswith("*")
+    assert rows["`softmax`"] == ["0.500 \u00b1 0.007", missing]
+    assert rows["`dex`"] == rows["`grouped_diff`"] == [missing] * 2
     _, nothing = map(cells_of, split_tables(choice(timed, upcycled, [])))
-    assert {cell for row in nothing[1:] for cell in row[1:4]} == {missing}
+    assert {cell for row in nothing[1:] for cell in row[1:3]} == {missing}

@@ -165,7 +165,7 @@ def test_the_verdict_is_where_the_interval_lies(effect, parts, state):
 
 @pytest.mark.parametrize(
     ("effect", "smallest", "words"),
-    [(-0.1, 0.2, "Lower, by less than 0.2"), (-0.1, 0.05, "Lower"), (0.0, 0.2, "The same"), (0.0, None, "")],
+    [(-0.1, 0.2, "Lower, by less than 0.2 nats/token"), (-0.1, 0.05, "Lower"), (0.0, 0.2, "The same"), (0.0, None, "")],
 )
 def test_an_effect_below_the_smallest_that_matters_says_so(effect, smallest, words):
     parts = {"above": "Higher.", "below": "Lower.", "within": "The same.", "smallest": smallest}

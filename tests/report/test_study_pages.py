@@ -236,9 +236,11 @@ def test_a_claim_is_never_decided_by_exploration():
     assert judge([Claim(claim="c", paper="p", not_testable="why")], [])[0].state == "not testable here"
 
 
-def test_claims_for_and_against_are_mixed_and_others_stand_beside():
+def test_claims_for_and_against_are_mixed_for_and_small_are_in_part_and_others_stand_beside():
     studies = [studied(confirming(seen)) for seen in ({"diff": 0.9, "twin": 0.1}, {"diff": 0.1, "twin": 0.9})]
     assert judge([CLAIM], studies)[0].state == "mixed"
+    studies[1] = studied(confirming({"diff": 0.5, "twin": 0.5}))
+    assert judge([CLAIM], studies)[0].state == "reproduced in part"
     beside = Named(study="controls", contrast="DIFF minus WIDE")
     seen = {"diff": 0.9, "wide": 0.1, "twin": 0.1}
     (judged,) = judge([dataclasses.replace(CLAIM, beside=[beside])], [studied(confirming(seen, PRIMARY, SECOND))])

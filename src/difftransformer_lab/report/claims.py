@@ -26,6 +26,7 @@ FILE = Path(__file__).parent / "claims.yaml"
 
 ClaimState = Literal[
     "reproduced here",
+    "reproduced in part",
     "opposite",
     "mixed",
     "no difference as large as the paper's",
@@ -122,7 +123,7 @@ def _state(claim: Claim, votes: set[Vote]) -> ClaimState:
     if claim.not_testable:
         return "not testable here"
     if "for" in votes:
-        return "mixed" if "against" in votes else "reproduced here"
+        return "mixed" if "against" in votes else "reproduced in part" if "small" in votes else "reproduced here"
     rest: dict[Vote, ClaimState] = {
         "against": "opposite",
         "small": "no difference as large as the paper's",

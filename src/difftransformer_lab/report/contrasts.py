@@ -87,7 +87,7 @@ class Finding:
         meanings = {"above": self.contrast.above, "below": self.contrast.below, "within": self.contrast.within}
         words = meanings.get(self.state, "").rstrip(".")
         is_less = self.is_small and self.state != "within"
-        return f"{words}, by less than {self.contrast.smallest:g}" if is_less else words
+        return f"{words}, by less than {self.contrast.smallest:g} {self.unit}".rstrip() if is_less else words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ from .words import counted, listed
 
 CLAIMS_NOTE = (
     "Only contrasts of registered plans say anything for or against a claim. Reproduced here: one is decided for it and none "
-    "against it. Opposite: the other way round. No difference as large as the paper's: the interval lies within the smallest "
-    "effect that the plan looks for. Planned: seeds are missing, an earlier contrast is open, or the plan is not registered. "
-    "Beside: what an effect is due to. What was only explored decides nothing. Nothing here says what holds at the paper's "
-    "scale."
+    "against it. In part: another effect is smaller than the smallest that the plan looks for. Opposite: the other way "
+    "round. No difference as large as the paper's: the interval lies within that smallest effect. Planned: seeds are missing, "
+    "an earlier contrast is open, or the plan is not registered. Beside: what an effect is due to. What was only explored "
+    "decides nothing. Nothing here says what holds at the paper's scale."
 )
 
 
