@@ -14,7 +14,7 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
     Args:
         source: Folder with config.json and safetensors, or a run folder (its newest checkpoint).
         target: Folder to write. It must not exist, or be empty.
-        to: Layout to write: difftransformer, diffllama, or llama for a softmax twin.
+        to: Layout to write: difftransformer, diffllama, or llama for a softmax twin or a DEX model.
         from_: Layout to read. Defaults to the one that config.json names.
         untie: Write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.
     """

@@ -29,7 +29,7 @@ def run(
         model: Run folder (its newest checkpoint), checkpoint, or folder of a saved model.
         out: Folder to write. It must not exist, or be empty.
         dtype: Floating-point type of the weights. auto keeps the type that they were saved in.
-        to: Layout. diffllama, and llama for a softmax twin, open in stock transformers, without this package.
+        to: Layout. diffllama, and llama for a softmax twin or a DEX model, open in stock transformers, without this package.
         license: Licence identifier for the card, such as mit or apache-2.0.
         with_code: Add Python code with which transformers opens the folder without this package (trust_remote_code=True).
         untie: With --to, write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.
