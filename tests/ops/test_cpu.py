@@ -223,10 +223,10 @@ def test_wrong_shapes_never_reach_the_kernels(changes, monkeypatch):
 # The other instruction sets.
 
 WITH_EMULATOR = """
-import ctypes, pathlib, sys
+import ctypes, sys
 from difftransformer.ops import build, processor
-wanted, emulator, kernels, *arguments = sys.argv[1:]
-build.PREBUILT = pathlib.Path(kernels)
+wanted, emulator, wheel, *arguments = sys.argv[1:]
+assert str(build.PREBUILT).startswith(wheel)
 if emulator:
     emulator = ctypes.CDLL(emulator)
     emulator.tile_emulator_count.restype = ctypes.c_uint64
@@ -274,20 +274,18 @@ def tile_emulator(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def kernels_of_the_wheel(distribution, tmp_path_factory):
-    """The folder of the libraries that the wheel brings."""
-    folder = tmp_path_factory.mktemp("kernels")
-    with zipfile.ZipFile(next(distribution.glob("*.whl"))) as wheel:
-        for name in wheel.namelist():
-            if "/prebuilt/" in name:
-                (folder / Path(name).name).write_bytes(wheel.read(name))
+def wheel(distribution, tmp_path_factory):
+    """A folder with the packages of the wheel and its kernels."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with zipfile.ZipFile(next(distribution.glob("*.whl"))) as archive:
+        archive.extractall(folder)
     return folder
 
 
 @pytest.mark.slow(minutes=2)
 @pytest.mark.parametrize("wanted", sorted({*processor.available(), "amx"} - {*processor.available()[-1:]}))
-def test_on_other_instruction_sets(wanted, kernels_of_the_wheel, request):
-    """All of this file, and what the other files ask of this backend, in a process with other kernels of the wheel."""
+def test_on_other_instruction_sets(wanted, wheel, request):
+    """All of this file, and what the other files ask of this backend, in processes with other kernels of the wheel."""
     available = processor.available()
     if "avx512_bf16" not in available and wanted == "amx":
         pytest.skip("the tiled kernels need AVX512_BF16 beside the tiles")
@@ -298,20 +296,20 @@ def test_on_other_instruction_sets(wanted, kernels_of_the_wheel, request):
     options = ["-q", "-x", "-m", "not slow and not gpu", "-k", which, "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     # The program imports the package first, so that pytest cannot rewrite the assertions of its dependencies.
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    environment = os.environ | {processor.VARIABLE: wanted, "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [wanted, emulator, str(kernels_of_the_wheel), *(str(here / name) for name in FILES), *options]
+    environment = os.environ | {processor.VARIABLE: wanted, "PYTHONPATH": os.pathsep.join([str(wheel), *sys.path])}
+    words = [wanted, emulator, str(wheel), *(str(here / name) for name in FILES), *options]
     how = {"env": environment, "cwd": here.parents[1], "capture_output": True, "text": True, "timeout": 900}
     done = subprocess.run([sys.executable, "-c", PROGRAM, *words], **how)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.slow
-def test_tiles_that_disagree_are_not_taken(tile_emulator, kernels_of_the_wheel):
+def test_tiles_that_disagree_are_not_taken(tile_emulator, wheel):
     """On a processor that multiplies wrongly one line says so, and the other form takes over."""
     if processor.available()[-1] != "avx512_bf16":
         pytest.skip("the emulator needs AVX512_BF16, and a processor with tiles multiplies them itself")
-    environment = os.environ | {processor.VARIABLE: "amx", "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [sys.executable, "-c", WRONG, "amx", str(tile_emulator), str(kernels_of_the_wheel)]
+    environment = os.environ | {processor.VARIABLE: "amx", "PYTHONPATH": os.pathsep.join([str(wheel), *sys.path])}
+    words = [sys.executable, "-c", WRONG, "amx", str(tile_emulator), str(wheel)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "the kernels for AMX tiles disagree with the others on this machine" in done.stderr
