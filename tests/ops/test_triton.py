@@ -73,6 +73,45 @@ def test_the_norm_rounds_once():
     assert (fused.float() - wide).abs().mean() < (apart.float() - wide).abs().mean()
 
 
+GUARDED = """
+import ctypes, mmap, torch
+from tests.support.cases import CAUSAL, ints, normed_op, op, random_mask
+from tests.support.oracle import Case
+
+def guarded(x):
+    "The same numbers, followed by a page that may not be read."
+    if not isinstance(x, torch.Tensor):
+        return x
+    page, size = mmap.PAGESIZE, x.numel() * x.element_size()
+    used = -(-size // page) * page
+    memory = mmap.mmap(-1, used + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + used), ctypes.c_size_t(page), 0) == 0
+    moved = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=used - size).view(x.shape)
+    return moved.copy_(x.detach()).requires_grad_(x.requires_grad)
+
+odd = {"B": 2, "H": 4, "G": 2, "T": 3, "S": 37, "D": 5, "E": 7, "lam": "query"}
+for case in (
+    Case("mask by head", **odd, kwargs={"attn_mask": random_mask(2, 4, 3, 37)}),
+    Case("ranges", **odd, kwargs=CAUSAL | {"kv_start": ints(3, 0), "kv_lengths": ints(30, 37)}),
+    Case("documents", **odd | {"B": 1, "T": 37}, kwargs={"cu_seqlens": ints(0, 20, 37)}),
+):
+    case.kwargs.update({name: guarded(x) for name, x in case.kwargs.items()})
+    *inputs, grad = map(guarded, case.inputs())
+    inputs.append(guarded(torch.linspace(0.5, 1.5, case.E)))
+    with torch.no_grad():
+        normed_op(case, "triton")(*inputs)
+    normed_op(case, "triton")(*inputs).backward(grad)
+    print(case.name)
+"""
+
+
+def test_nothing_is_read_past_the_end_of_a_tensor():
+    """In decoding, forward and backward, with sizes that no tile divides; such a read would end the process."""
+    done = fresh.run(GUARDED)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["mask by head", "ranges", "documents"]), done.stderr
+
+
 # Refusals.
 
 

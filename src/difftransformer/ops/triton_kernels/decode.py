@@ -52,7 +52,8 @@ def decode_kernel(Q, K, V, Top, Total, Sum, q_strides, k_strides, v_strides, see
         allowed = (j + keys[None, :] >= row_first[:, None]) & (j + keys[None, :] < row_last[:, None])
         if seen.attn_mask is not None:
             base = seen.attn_mask + wide(b) * seen.mask_b + wide(h)[:, None] * seen.mask_h + t[:, None] * seen.mask_t
-            allowed = allowed & (tl.load(base + wide(j + keys)[None, :] * seen.mask_s, stored[None, :], 0) != 0)
+            readable = inside[:, None] & stored[None, :]
+            allowed = allowed & (tl.load(base + wide(j + keys)[None, :] * seen.mask_s, readable, 0) != 0)
         k1 = load_rows(K + wide(j) * k_strides[2], keys, k_strides[2], stored, D, BLOCK_D)
         v = load_rows(V + wide(j) * v_strides[2], keys, v_strides[2], stored, E, BLOCK_E)
         scores = tl.where(allowed, dot(q1, tl.trans(k1)), float("-inf"))
