@@ -125,6 +125,21 @@ def test_restrictions_and_gains_in_any_layout(backend, case):
             assert relative_error(torch.no_grad()(attend)(*inputs), usual) < 1e-4  # which Triton decodes
 
 
+WHOLE = [
+    Case("more queries", H=4, G=2, T=9, S=5, kwargs=CAUSAL),
+    Case("few keys", B=2, H=4, G=2, T=5, S=9, kwargs=CAUSAL | {"kv_lengths": ints(1, 9)}),
+]
+
+
+@each((*PLAIN, "sdpa", "flex", "flash"), WHOLE)
+def test_the_widest_window_leaves_nothing_out(backend, case):
+    """Positions are int32 in kernels, in which a position less the window may not be a number."""
+    widest = dataclasses.replace(case, kwargs=case.kwargs | {"window": 2**31 - 1})
+    for gradients in (True, False):  # which fused backends decode
+        results = backend.results(widest, gradients=gradients)
+        assert_close(results, {part: exact(case)[part] for part in results}, 2e-5)
+
+
 # NaN, and what is not read.
 
 ISOLATED = [

@@ -114,7 +114,9 @@ def seen_of(restrictions: Restrictions, shape: tuple[int, int, int], keys: int) 
     """Convert restrictions to the kernels' form, without reading a value back from the device."""
     attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens = restrictions
     kv_start, kv_lengths = (x if x is None else x.contiguous() for x in (kv_start, kv_lengths))
-    seen = Seen(kv_start=kv_start, kv_lengths=kv_lengths, window=window if is_causal else None)
+    if not is_causal or (window is not None and window >= keys):  # near 2^31 it would overflow the kernels' int32
+        window = None
+    seen = Seen(kv_start=kv_start, kv_lengths=kv_lengths, window=window)
     if cu_seqlens is not None:
         queries = shape[2]
         bounds = cu_seqlens.to(torch.int32).clamp(0, queries)
