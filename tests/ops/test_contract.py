@@ -148,6 +148,10 @@ ISOLATED = [
     Case("mask", H=4, T=9, S=70, kwargs={"attn_mask": random_mask(1, 1, 9, 70)}),
     Case("mask by head", B=2, H=4, T=9, S=70, kwargs=CAUSAL | {"attn_mask": random_mask(4, 9, 70)}),
     Case("mask of keys", T=9, S=70, kwargs={"attn_mask": torch.arange(70) != 33}),
+    Case("mask of queries", T=9, S=70, kwargs=CAUSAL | {"attn_mask": random_mask(9, 1)}),
+    Case("mask of queries by row", B=2, H=4, T=9, S=70, kwargs={"attn_mask": random_mask(2, 1, 9, 1)}),
+    Case("mask of rows", B=2, T=9, S=70, kwargs={"attn_mask": torch.tensor([True, False]).view(2, 1, 1, 1)}),
+    Case("mask of nothing", T=9, S=70, kwargs={"attn_mask": torch.tensor(False)}),
     Case("start", B=2, T=9, S=70, kwargs={"kv_start": ints(40, 3)}),
     Case("length", B=2, T=9, S=70, kwargs=CAUSAL | {"kv_lengths": ints(30, 70)}),
     Case("documents", T=70, S=70, kwargs={"cu_seqlens": ints(0, 20, 70)}),
@@ -189,7 +193,23 @@ def test_nan_reaches_only_queries_that_may_attend_to_it(backend, case, name):
     assert_isolated(case, name, function)
 
 
-@each(("chunked",), [case for case in ISOLATED if case.name in ("mask", "length", "window")])
+@each(("reference", "chunked"), [case for case in ISOLATED if case.name in ("mask of queries by row", "mask of rows")])
+def test_nan_is_kept_away_under_vmap(backend, case):
+    """With a mask for each sample."""
+    query, key, value, lam, _ = case.inputs(requires_grad=False)
+    sees, right = oracle.dense_mask(case)[..., 33], oracle.attention(case, query, key, value, lam)
+
+    def sample(*inputs):
+        q, k, v, mask = (x[None] for x in inputs)
+        return differential_attention(q, k, v, lam, attn_mask=mask, backend=backend.name)[0]
+
+    spoiled = value.index_fill(2, torch.tensor(33), torch.nan)
+    out = torch.func.vmap(sample)(query, key, spoiled, case.kwargs["attn_mask"])
+    assert torch.equal(out.isnan().any(-1), sees)
+    assert relative_error(out[~sees], right[~sees]) < 2e-5
+
+
+@each(("chunked",), [case for case in ISOLATED if case.name in ("mask", "length", "window", "mask of queries")])
 def test_nan_is_kept_away_in_a_compiled_graph(backend, case):
     torch.compiler.reset()
     assert_isolated(case, "value", torch.compile(backend.attend(case), fullgraph=True, backend="aot_eager"))
@@ -471,8 +491,12 @@ def test_auto_compiles_with_symbolic_lengths():
 @pytest.mark.parametrize("backend", [*FLOAT64, "auto"])
 def test_meta_tensors_give_shapes(backend):
     query, key = torch.empty(2, 4, 5, 8, device="meta"), torch.empty(2, 2, 7, 8, device="meta")
-    out = differential_attention(query, key, key[..., :6], 0.5, is_causal=True, backend=backend)
-    assert (out.shape, out.device.type) == ((2, 4, 5, 6), "meta")
+    for shape in (None, (), (7,), (5, 1), (2, 1, 1, 1), (2, 4, 5, 7)):
+        mask = None if shape is None else torch.empty(shape, dtype=torch.bool, device="meta")
+        for is_causal in (True, False):
+            how = {"attn_mask": mask, "is_causal": is_causal, "backend": backend}
+            out = differential_attention(query, key, key[..., :6], 0.5, **how)
+            assert (out.shape, out.device.type) == ((2, 4, 5, 6), "meta")
 
 
 MEMORY_PROGRAM = """

@@ -49,6 +49,7 @@ def _reached(spoiled_BHS: Tensor, call: Call, seen: tuple[Tensor, Tensor] | None
         return count_BHS.gather(-1, last) > count_BHS.gather(-1, first)
     allowed_BHTS = allowed_keys(call.restrictions, queries, keys, spoiled_BHS.device)
     assert allowed_BHTS is not None
+    allowed_BHTS = allowed_BHTS.expand(-1, -1, -1, keys)
     if allowed_BHTS.shape[1] == 1:  # without one mask for each head in memory
         dtype = call.value.dtype
         return (spoiled_BHS.to(dtype) @ allowed_BHTS[:, 0].to(dtype).mT) > 0
