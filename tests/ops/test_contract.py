@@ -5,10 +5,13 @@ import json
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from difftransformer.errors import BackendUnavailable
-from difftransformer.ops import attention_maps, differential_attention
+from difftransformer.ops import attention_maps, differential_attention, isolation
+from difftransformer.ops.problem import Call, Restrictions
 from tests.support import fresh, oracle
 from tests.support.calls import (
     OPCHECK,
@@ -191,6 +194,50 @@ def test_nan_reaches_only_queries_that_may_attend_to_it(backend, case, name):
             return backend.attend(case)(*inputs)
 
     assert_isolated(case, name, function)
+
+
+@each(("chunked",), [case for case in ISOLATED if case.name in ("mask", "mask by head")])
+@pytest.mark.parametrize("pairs", [1, 1500])
+def test_nan_is_kept_away_some_rows_at_a_time(backend, case, pairs, monkeypatch):
+    monkeypatch.setattr(isolation, "PAIRS_AT_ONCE", pairs)
+    assert_isolated(case, "value", backend.attend(case))
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most bytes of a tensor that an operator makes; views of another one are not made."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.bytes, self.others = 0, other.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        out = function(*arguments, **(keywords or {}))
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() != self.others:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("shape", [(512,), (2, 1, 1, 512), (512, 1), (2, 3, 1, 1), (512, 512), (3, 512, 512)], ids=str)
+@pytest.mark.parametrize("kwargs", [CAUSAL, {"kv_start": ints(5, 9)}], ids=["causal", "start"])
+def test_keeping_nan_away_takes_no_map(shape, kwargs, monkeypatch):
+    """Only a mask of queries and keys is as large as a map, by itself."""
+    monkeypatch.setattr(isolation, "PAIRS_AT_ONCE", 1 << 13)
+    case = Case("x", B=2, H=3, G=1, T=512, S=512, D=2, E=2, kwargs=kwargs)
+    query, key, value, lam, _ = case.inputs(requires_grad=False)
+    value[:, :, 33] = torch.nan
+    mask = random_mask(*shape)
+    call = Call(query, key, value, lam.view(1, -1, 1), Restrictions(attn_mask=mask, **kwargs), 0.5)
+    with LargestTensor(mask) as largest:
+        out = isolation.isolated(lambda call: torch.zeros_like(call.query[..., :2]), call)
+    assert largest.bytes < case.T * case.S // 2
+    seen = (
+        torch.ones(512, 512).tril().bool()
+        if kwargs is CAUSAL
+        else torch.arange(512) >= kwargs["kv_start"].view(2, 1, 1, 1)
+    )
+    sees = (seen & mask).expand(2, 3, 512, 512)[..., 33]
+    assert torch.equal(out.isnan().all(-1), sees)
 
 
 @each(("reference", "chunked"), [case for case in ISOLATED if case.name in ("mask of queries by row", "mask of rows")])
