@@ -377,9 +377,23 @@ def test_any_lam(backend, case, lam):
     backend.assert_right(with_inputs(case, with_lam))
 
 
-@each((*PLAIN, "flex"), [SMALL, decoding("decoding", lam="query")], heavy=("small",))
+@each((*PLAIN, "sdpa", "flex"), [SMALL, decoding("decoding", lam="query")], heavy=("small",))
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
 def test_any_scale(backend, case, scale):
+    backend.assert_right(dataclasses.replace(case, kwargs=case.kwargs | {"scale": scale}))
+
+
+def masks_and_then_scales(query, key, value, *, attn_mask, is_causal, scale, enable_gqa):
+    """PyTorch's attention as its GPU kernels order the steps."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if is_causal else attn_mask
+    return ((query @ key.mT).masked_fill(~allowed, -torch.inf) * scale).softmax(-1) @ value
+
+
+@each(("sdpa",), [SMALL, dataclasses.replace(SMALL, name="torch's own mask", T=11)])
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_is_positive_where_masks_come_before_it(backend, case, scale, monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", masks_and_then_scales)
     backend.assert_right(dataclasses.replace(case, kwargs=case.kwargs | {"scale": scale}))
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fused import positive_scale
 from .problem import Call, Problem, Restrictions, allowed_keys
 
 DESCRIPTION = "one padded F.scaled_dot_product_attention over 2H heads; subtracts outputs that are already rounded"
@@ -35,6 +36,8 @@ def has_quadratic_memory(problem: Problem) -> bool:
 def run(call: Call) -> Tensor:
     """Attend as `reference.run` does; the two rounded outputs are subtracted in fp32, and the result is rounded again."""
     query, key, value, lam, restrictions, scale, _ = call
+    # PyTorch's GPU kernels mask with -inf before they scale, and -inf times zero or less is NaN or +inf.
+    query, scale = positive_scale(query, scale)
     batch, heads, queries = query.shape[:3]
     groups, keys, value_width = value.shape[1:]
     width = call.width
