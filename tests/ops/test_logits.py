@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from difftransformer.errors import ConfigError, ShapeError
-from difftransformer.ops import differential_attention, logits, max_logits, observe_max_logits, softmax_attention
+from difftransformer.ops import (
+    differential_attention,
+    logits,
+    max_logits,
+    observe_inputs,
+    observe_max_logits,
+    softmax_attention,
+)
 from tests.support.cases import BY_NAME, CAUSAL
 from tests.support.oracle import may_attend, scale_of
 from tests.support.tiny_models import tiny, tokens
@@ -83,6 +90,27 @@ def test_beside_calls_of_any_backend(backend):
     assert torch.equal(found[0], max_logits(query, key, is_causal=True))
     assert torch.equal(found[1], max_logits(query, key, num_maps=1, is_causal=True, window=2))
     assert not found[0].requires_grad
+
+
+def test_observers_nest():
+    """Each sees the calls inside its block, the outer one first, and the inner one leaves it as it was."""
+    query, key, value, seen = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 5), []
+
+    def attend(scale):
+        differential_attention(query, key, value, 0.3, scale=scale)
+
+    with observe_inputs(lambda maps, restrictions, scale: seen.append(("outer", scale))):
+        attend(0.1)
+        with (
+            observe_max_logits() as largest,
+            observe_inputs(lambda maps, restrictions, scale: seen.append(("inner", scale))),
+        ):
+            attend(0.2)
+        attend(0.3)
+    attend(0.4)
+    assert seen == [("outer", 0.1), ("outer", 0.2), ("inner", 0.2), ("outer", 0.3)]
+    assert len(largest) == 1
+    torch.testing.assert_close(largest[0][0, 0], 0.2 * (query[0, 0, :, :4] @ key[0, 0, :, :4].mT).max())
 
 
 def test_every_layer_of_a_model():

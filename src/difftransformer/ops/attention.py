@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -48,9 +48,17 @@ def observe_inputs(observer: InputsObserver) -> Iterator[None]:
     """Call `observer` with the inputs of every attention call inside the block, on any backend. No map is formed for it.
 
     The observer gets a query (B, H, T, D) and a key (B, G, S, D) for each map, the first map first, then the restrictions
-    and the scale of the logits. `torch.compile` looks for an observer once, when it compiles: enter the block before that.
+    and the scale of the logits. Observers nest: the outer one is called first. `torch.compile` looks for an observer once, when
+    it compiles: enter the block before that.
     """
-    token = _inputs_observer.set(observer)
+    outer = _inputs_observer.get()
+
+    def both(*inputs: Any) -> None:
+        if outer is not None:
+            outer(*inputs)
+        observer(*inputs)
+
+    token = _inputs_observer.set(both)
     try:
         yield
     finally:
