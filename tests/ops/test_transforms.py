@@ -91,6 +91,20 @@ def test_samples_of_a_batch(backend):
     assert torch.equal(vmap(differentiated, in_dims=(1, 1, 1, 1, 0, 1))(*swapped)[1], outs)
 
 
+@pytest.mark.parametrize("backend", ["reference", *FUSED])
+def test_the_gradient_of_a_batch_of_samples(backend):
+    small = Case("small", B=2, H=2, G=1, T=3, S=3, D=2, E=2, lam="float", kwargs=CAUSAL)
+    query, key, value, lam, direction = tensors(small)
+
+    def sample(*inputs):
+        return op(small, backend)(*(x[None] for x in inputs), lam)[0]
+
+    found = grad(lambda v: (vmap(sample)(query, key, v) * direction).sum())(value)
+    leaf = value.double().requires_grad_()
+    out = oracle.attention(small, query.double(), key.double(), leaf, lam)
+    assert relative_error(found, torch.autograd.grad(out, leaf, direction.double())[0]) < 2e-5
+
+
 @jvp_is_old
 @pytest.mark.parametrize("backend", FUSED)
 def test_what_has_no_formula_is_refused(backend):

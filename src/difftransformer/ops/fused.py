@@ -103,7 +103,7 @@ def _transformable(
     transformed: Any = type(name, (Function,), {key: staticmethod(method) for key, method in methods.items()})
 
     def call(*arguments: Any) -> Any:
-        if _is_transformed():
+        if is_transformed():
             return transformed.apply(*arguments)
         return forward(*arguments)
 
@@ -111,13 +111,14 @@ def _transformable(
 
 
 @torch.compiler.assume_constant_result
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
+    """Whether a transform of torch.func or forward mode is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def untraceable() -> str | None:
     """Return why a registered operator cannot run now, or None."""
-    if torch.compiler.is_compiling() and _is_transformed():
+    if torch.compiler.is_compiling() and is_transformed():
         return "torch.compile cannot trace its gradient under the transforms of torch.func"
     return None
 

@@ -37,7 +37,8 @@ def supports(problem: Problem) -> str | None:
 
 def run(call: Call) -> Tensor:
     """Attend as `reference.run` does, and normalise heads in the same pass."""
-    save = Problem.of(call).needs_grad
+    # Tensors of vmap do not say whether they need a gradient.
+    save = Problem.of(call).needs_grad or (torch.is_grad_enabled() and fused.is_transformed())
     out: Tensor = _attend(*fused.arguments_of(call), save)[0]
     return out
 
