@@ -105,6 +105,25 @@ def test_the_gradient_of_a_batch_of_samples(backend):
     assert relative_error(found, torch.autograd.grad(out, leaf, direction.double())[0]) < 2e-5
 
 
+@pytest.mark.parametrize("backend", ["reference", *FUSED])
+def test_no_samples(backend):
+    """Empty outputs and gradients, of the shapes that each sample would have."""
+    query, key, value, lam, _ = (x[:0] for x in tensors(CASE))
+    starts = ints(0)[:0]
+
+    def sample(q, k, v, lam, start):
+        how = {"is_causal": True, "kv_start": start[None], "backend": backend}
+        out = differential_attention(q[None], k[None], v[None], lam[None], **how)[0]
+        return out.sum(), out
+
+    arguments = (query, key, value, lam, starts)
+    found, outs = vmap(grad(sample, argnums=(0, 1, 2, 3), has_aux=True))(*arguments)
+    assert outs.shape == (0, 4, 5, 3)
+    assert [x.shape for x in found] == [x.shape for x in arguments[:4]]
+    by_vmap = grad(lambda v: vmap(sample)(query, key, v, lam, starts)[0].sum())(value)
+    assert by_vmap.shape == value.shape
+
+
 @jvp_is_old
 @pytest.mark.parametrize("backend", FUSED)
 def test_what_has_no_formula_is_refused(backend):

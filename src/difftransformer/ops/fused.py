@@ -89,15 +89,21 @@ def _transformable(
         return getattr(torch.ops.difftransformer, name)(*arguments)
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        samples = [
-            transformed.apply(
-                *(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True))
+        count = info.batch_size
+
+        def sample(i: int) -> Any:
+            """Run one sample; of none, one of zeros, which has the shapes of the result."""
+            return transformed.apply(
+                *(
+                    x if dim is None else x.select(dim, i) if count else x.sum(dim).to(x.dtype)
+                    for x, dim in zip(arguments, in_dims, strict=True)
+                )
             )
-            for i in range(info.batch_size)
-        ]
+
+        samples = [sample(i) for i in range(max(count, 1))]
         if isinstance(samples[0], Tensor):
-            return torch.stack(samples), 0
-        return tuple(map(torch.stack, zip(*samples, strict=True))), (0,) * len(samples[0])
+            return torch.stack(samples)[:count], 0
+        return tuple(torch.stack(parts)[:count] for parts in zip(*samples, strict=True)), (0,) * len(samples[0])
 
     methods = {"forward": forward, "setup_context": setup_context, "backward": backward, "jvp": jvp, "vmap": vmap}
     transformed: Any = type(name, (Function,), {key: staticmethod(method) for key, method in methods.items()})

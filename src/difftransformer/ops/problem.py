@@ -226,15 +226,15 @@ def allowed_keys(
     q_T1 = torch.arange(row_first, row_last, device=device).unsqueeze(-1)
     k_S = torch.arange(column_first, column_last, device=device)
     if is_causal:
-        offset = num_keys - num_queries if kv_lengths is None else kv_lengths.view(-1, 1, 1, 1) - num_queries
+        offset = num_keys - num_queries if kv_lengths is None else kv_lengths[:, None, None, None] - num_queries
         newest = q_T1 + offset
         conditions.append(k_S <= newest)
         if window is not None:
             conditions.append(k_S > newest - window)
     if kv_start is not None:
-        conditions.append(k_S >= kv_start.view(-1, 1, 1, 1))
+        conditions.append(k_S >= kv_start[:, None, None, None])
     if kv_lengths is not None:
-        conditions.append(k_S < kv_lengths.view(-1, 1, 1, 1))
+        conditions.append(k_S < kv_lengths[:, None, None, None])
     if cu_seqlens is not None:
         boundaries = cu_seqlens.to(k_S.dtype)
         conditions.append(
