@@ -69,7 +69,7 @@ def _examine(backend: Backend, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def _check(backend: Backend, device: torch.device, dtype: torch.dtype) -> CheckOutcome | None:
-    """Check a backend on all trials that there is time for, with new memory full of NaN."""
+    """Check a backend on all trials that there is time for, with new tensors full of NaN, but for those that C++ makes."""
     start, worst = time.monotonic(), 0.0
     for trial in TRIALS:
         # FlexAttention has no gradients on the CPU.

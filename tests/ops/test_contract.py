@@ -364,7 +364,7 @@ def test_no_uninitialised_memory_in_any_form(backend, case):
 @each(("chunked", "cpu"), NEW_MEMORY, "both")
 @pytest.mark.parametrize("norm", [False, True])
 def test_no_uninitialised_memory(backend, case, dtype, norm):
-    """torch fills new tensors with NaN in this mode; with and without gradients."""
+    """With and without gradients. `standalone.cpp` gives the C++ kernels such memory in every case of its own, too."""
     hows = [{"norm": norm, "gradients": gradients} for gradients in {False, backend.differentiates(case)}]
     usual = [bits(backend.name, case, dtype, **how) for how in hows]
     with new_memory_is_nan():

@@ -1,6 +1,7 @@
 """Calls that the tests of every backend share, and how their results are held against the equations."""
 
 import contextlib
+import ctypes
 import dataclasses
 import shutil
 from functools import cache, partial
@@ -212,9 +213,20 @@ def normed_results(function, case, dtype, *, of=None, gain=True, gradients=True)
     return results | ({"weight": weight.grad} if gain and gradients else {})
 
 
+M_PERTURB = -6  # of glibc's malloc.h
+
+
 @contextlib.contextmanager
 def new_memory_is_nan():
-    """torch.empty, and at::empty in C++, give NaN (the largest number for integers)."""
+    """New memory is NaN: of tensors, which torch fills in this mode, and of the C++ kernels, which malloc does on glibc.
+
+    torch's stable interface gives the kernels tensors that its mode does not fill, unless by calls that take microseconds.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # The lowest byte of 0x100 ^ 0xff; zero turns it off.
+        mallopt(M_PERTURB, 0x100)
+        assert torch.empty(1000).isnan().all()
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -224,6 +236,8 @@ def new_memory_is_nan():
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        if mallopt is not None:
+            mallopt(M_PERTURB, 0)
 
 
 @contextlib.contextmanager
