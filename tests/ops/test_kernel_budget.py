@@ -19,9 +19,18 @@ pytestmark = pytest.mark.slow(minutes=4)
 
 BUDGET = json.loads(compile_kernels.BUDGET.read_text(encoding="utf-8"))
 ROOT = Path(__file__).parents[2]
-SHARED_BYTES = 227 * 1024  # that a program may have
+SHARED_BYTES, SMALL_SHARED_BYTES = 227 * 1024, 99 * 1024  # that a program may have
 MATRIX_KERNELS = ("both_maps_kernel", "one_map_kernel", "keys_kernel", "queries_kernel")
 REWRITE = "if it is meant to be so: python -m tests.support.compile_kernels --write"
+
+
+def compile_all(*arguments):
+    """Run `compile_kernels.py` in a process where Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    source = str(Path(difftransformer.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(x for x in (source, environment.get("PYTHONPATH")) if x)
+    command = [sys.executable, "-m", compile_kernels.__name__, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +38,7 @@ def found():
     """What `compile_kernels.py` says, in a process where Triton compiles, or said of the same sources and compiler."""
     if BUDGET["sources"] == compile_kernels.sources() and BUDGET["triton"] == importlib.metadata.version("triton"):
         return BUDGET
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    source = str(Path(difftransformer.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(x for x in (source, environment.get("PYTHONPATH")) if x)
-    done = subprocess.run(
-        [sys.executable, "-m", compile_kernels.__name__], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = compile_all()
     if done.returncode and "no assembler" in done.stderr:
         if os.environ.get("DIFFTRANSFORMER_CI") == "1":
             pytest.fail(done.stderr)
@@ -70,6 +74,21 @@ def test_every_kernel_fits(found):
     for name, row in found["kernels"].items():
         assert 0 < row["registers"] <= 255, name
         assert row["shared"] <= SHARED_BYTES, name
+
+
+def test_every_kernel_fits_a_small_gpu():
+    """Of compute capability 8.6, 8.9 or 12.0, in the forms that those take; at every pair of widths, fp32 included."""
+    done = compile_all("--small")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {call.split(" / ")[0] for call in found} > {
+        "V1 d=64",
+        "V1 d=128",
+        "V1 d=128, mask",
+        "decode V1 d=128, 64 rows",
+    }
+    for name, shared in found.items():
+        assert 0 < shared <= SMALL_SHARED_BYTES, name
 
 
 def test_matrix_kernels_use_the_widest_instructions(found):

@@ -18,6 +18,7 @@ from tests.support.cases import CAUSAL, by_name, ints, needs_interpreter, normed
 from tests.support.oracle import Case, relative_error
 
 configs = pytest.importorskip("difftransformer.ops.triton_kernels.configs")
+OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 launch = pytest.importorskip("difftransformer.ops.triton_kernels.launch")
 
 pytestmark = [needs_interpreter, overflow_is_fine]
@@ -217,6 +218,28 @@ def test_the_fastest_form_is_timed_once_for_each_key(timed, monkeypatch):
     assert len(timed) == 4
 
 
+@pytest.mark.parametrize("large", [SLOW, FAST], ids=["slow", "fast"])
+def test_a_form_that_the_device_cannot_hold_is_not_taken(large, timed):
+    def run(form):
+        if form is large:
+            raise OutOfResources(131072, 101376, "shared memory")
+        return form
+
+    assert configs.choose((SLOW, FAST), "key", run) is ({SLOW, FAST} - {large}).pop()
+
+
+@pytest.mark.parametrize(
+    ("kib", "small", "small_with_mask"), [(100, True, True), (164, False, True), (228, False, False)]
+)
+def test_which_devices_take_small_tiles(kib, small, small_with_mask, monkeypatch):
+    """Shared memory of a processor, by NVIDIA's table: 8.6, 8.9 and 12.0 have 100 KiB, 8.0 has 164 and 9.0 has 228."""
+    properties = type("Properties", (), {"shared_memory_per_multiprocessor": kib * 1024})
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = [configs.is_small.__wrapped__(torch.device("cuda"), has_mask) for has_mask in (False, True)]
+    assert found == [small, small_with_mask]
+
+
 @pytest.mark.parametrize("why", ["deterministic", "environment", "interpreted", "capturing"])
 def test_the_first_form_is_taken_where_no_clock_may_decide(why, timed, monkeypatch):
     if why == "deterministic":
@@ -257,13 +280,13 @@ def is_power_of_two(number):
     return number > 0 and number & (number - 1) == 0
 
 
-@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize(("low", "small"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("width", [1, 5, 16, 64, 96, 128])
 @pytest.mark.parametrize("value_width", [1, 7, 64, 128, 192, 256])
-def test_tilings_are_what_the_compiler_takes(width, value_width, low, monkeypatch):
+def test_tilings_are_what_the_compiler_takes(width, value_width, low, small, monkeypatch):
     """Powers of two; 16 and more for its matrix instructions."""
     monkeypatch.setattr(configs, "INTERPRETED", False)
-    widths = {"width": width, "value_width": value_width, "low": low}
+    widths = {"width": width, "value_width": value_width, "low": low, "small": small}
     passes = [configs.backward_forms(**widths, key_maps=maps) for maps in (2, 1)]
     for is_differential, starts_late, has_mask, save in itertools.product((False, True), repeat=4):
         forms = configs.forward_forms(

@@ -3,6 +3,7 @@
     python -m tests.support.compile_kernels            # every call of CALLS
     python -m tests.support.compile_kernels "wide"     # those whose name has the word
     python -m tests.support.compile_kernels --write    # rewrites tests/ops/kernel_budget.json
+    python -m tests.support.compile_kernels --small    # the shared memory that each takes of a GPU that has 99 KiB
 
 The calls go through `launch` itself, with tensors that have shapes and no storage, so the compiler gets the arguments that it
 gets on a GPU: which sizes and strides are multiples of 16, which are 1, what is None. Every form of a pass is compiled.
@@ -26,7 +27,8 @@ from typing import NamedTuple
 import difftransformer
 
 BUDGET = Path(__file__).parents[1] / "ops" / "kernel_budget.json"
-TARGET = ("cuda", 90, 32)
+TARGET, SHARED_BYTES = ("cuda", 90, 32), 228 * 1024  # of a processor
+SMALL_TARGET, SMALL_SHARED_BYTES = ("cuda", 89, 32), 100 * 1024
 PROCESSORS = 132  # of an H200: the shares of a decoding call depend on them
 
 
@@ -169,7 +171,9 @@ def prepare(keep=None):
     run = JITFunction.run
     driver.set_active(Device())
     knobs.nvidia.dump_ptxas_log = True
-    torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=PROCESSORS)
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(
+        multi_processor_count=PROCESSORS, shared_memory_per_multiprocessor=SHARED_BYTES
+    )
 
     def compile_only(kernel, *arguments, grid, warmup, **options):
         log = io.StringIO()
@@ -266,6 +270,31 @@ def compile_calls(words=""):
     return found
 
 
+def small():
+    """Shared memory of each kernel on a GPU that has 99 KiB. It is known before the assembler runs, which is left out.
+
+    Restrictions other than a mask add no tiles.
+    """
+    global TARGET, SHARED_BYTES, taken
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    TARGET, SHARED_BYTES = SMALL_TARGET, SMALL_SHARED_BYTES
+    taken = lambda compiled, log: compiled.metadata.shared  # noqa: E731
+    add_stages = CUDABackend.add_stages
+
+    def without_assembler(backend, stages, *rest):
+        add_stages(backend, stages, *rest)
+        stages["ptx"] = lambda source, metadata: metadata.setdefault("name", "") and ""
+        stages["cubin"] = lambda source, metadata: b""
+
+    CUDABackend.add_stages = without_assembler
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        at = prepare()
+        calls = [call for call in CALLS if not {*call.restrictions} - {"attn_mask", "kv_lengths"}]
+        return {name: row for call in calls for name, _, row in compile_call(call, at)}
+
+
 def assembler():
     """The version of the assembler, or why there is none for the target."""
     try:
@@ -310,6 +339,9 @@ def write_budget(found):
 
 def main(arguments):
     """The command line; see the module's docstring."""
+    if "--small" in arguments:
+        print(json.dumps(small(), indent=1))
+        return
     found = report("" if "--write" in arguments else "".join(arguments))
     if "missing" in found:
         sys.exit(found["missing"])

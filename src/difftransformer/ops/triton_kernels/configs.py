@@ -2,15 +2,19 @@
 
 In bf16 on Hopper (compute capability 9.0) the compiler fits these tilings into the 227 KiB of shared memory of a program,
 without spilling registers and with products that need not wait for each other. `tests/ops/kernel_budget.json` holds the
-compiler's numbers and the exceptions. The tilings have not been timed yet.
+compiler's numbers and the exceptions. GPUs that have 99 KiB, of compute capability 8.6, 8.9 and 12.0, take smaller tiles, and
+so does an A100, with 163 KiB, for a mask. The tilings have not been timed yet.
 """
 
+import functools
+import math
 import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from triton import knobs
+from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
 INTERPRETED: bool = knobs.runtime.interpret
@@ -19,6 +23,8 @@ INTERPRETED: bool = knobs.runtime.interpret
 DECODE_ROWS = 64
 DECODE_SPLITS = 64
 DECODE_MIN_KEYS = 256  # smallest share of the keys that is worth a program
+# Shared memory of a processor from which programs take the tiles of Hopper, without and with a mask. An A100 has 164 KiB.
+ROOMY_BYTES, ROOMY_BYTES_WITH_MASK = 160 * 1024, 200 * 1024
 
 
 class Tiling(NamedTuple):
@@ -52,6 +58,15 @@ def padded(width: int, least: int = 16) -> int:
     return max(least, 1 << (width - 1).bit_length())
 
 
+@functools.cache
+def is_small(device: torch.device, has_mask: bool) -> bool:
+    """Whether a device has too little shared memory for the tiles of Hopper."""
+    if INTERPRETED:
+        return False
+    has = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return bool(has < (ROOMY_BYTES_WITH_MASK if has_mask else ROOMY_BYTES))
+
+
 def forward_forms(
     *,
     width: int,
@@ -61,6 +76,7 @@ def forward_forms(
     starts_late: bool,
     has_mask: bool = False,
     save: bool = False,
+    small: bool = False,
 ) -> tuple[Form, ...]:
     """Return the forms of a forward pass, the default first.
 
@@ -73,14 +89,17 @@ def forward_forms(
         has_mask: Whether there is an `attn_mask`, whose tiles take registers.
         save: Whether O and O2 are kept in fp32 for the backward. With the registers that this takes, both maps together
             would spill, and with a mask their products would wait for each other.
+        small: Whether 99 KiB of shared memory must do.
     """
     if INTERPRETED:
-        small = Tiling(32, 64, 1, 1)
-        by_map = Form("by_map", (small,))
-        return (Form("both_maps", (small,)), by_map) if is_differential and not save else (by_map,)
+        tiling = Tiling(32, 64, 1, 1)
+        by_map = Form("by_map", (tiling,))
+        return (Form("both_maps", (tiling,)), by_map) if is_differential and not save else (by_map,)
     wide = padded(value_width) > 128
     if not low:
         return (Form("by_map", (Tiling(16 if wide else 32, 32, 8, 1),)),)
+    if small:
+        return (Form("by_map", (Tiling(64, 32, 4, 2),)),)
     # With a third loop, larger tiles or fewer stages would make the assembler serialise the products.
     by_map = Form("by_map", (Tiling(128, 32, 8, 3) if starts_late and (wide or save) else Tiling(128, 64, 8, 2),))
     if not is_differential or save:
@@ -96,7 +115,7 @@ def forward_forms(
 
 
 def backward_forms(
-    *, width: int, value_width: int, key_maps: int, low: bool, has_mask: bool = False
+    *, width: int, value_width: int, key_maps: int, low: bool, has_mask: bool = False, small: bool = False
 ) -> tuple[Form, ...]:
     """Return the forms of a backward pass, the default first: "split" gives the same bits every time, "atomic" does not.
 
@@ -109,15 +128,21 @@ def backward_forms(
         key_maps: Number of keys that get gradients, 1 or 2.
         low: Whether the dtype is fp16 or bf16.
         has_mask: Whether there is an `attn_mask`, whose tiles take registers.
+        small: Whether 99 KiB of shared memory must do.
     """
     if INTERPRETED:
-        small, other = Tiling(32, 64, 1, 1), Tiling(64, 32, 1, 1)
-        launches = (small,) if value_width <= 128 else (other, small)
+        first, other = Tiling(32, 64, 1, 1), Tiling(64, 32, 1, 1)
+        launches = (first,) if value_width <= 128 else (other, first)
         return Form("split", (*launches, other)), Form("atomic", launches)
     wide = padded(value_width) > 128 or padded(width) > 64
     if not low:
         tiling, queries = (Tiling(16, 16, 8, 1),) * 2 if wide else (Tiling(16, 32, 8, 1), Tiling(32, 16, 8, 1))
         return Form("split", (tiling, queries)), Form("atomic", (tiling,))
+    if small and wide:  # with dQ as well, the loop over queries would not fit
+        return (Form("split", (Tiling(16, 64, 8, 1), Tiling(64, 32, 8, 1))),)
+    if small:
+        keys = Tiling(32, 64, 8, 2)
+        return Form("split", (keys, Tiling(64, 32, 8, 2))), Form("atomic", (keys,))
     queries = Tiling(128, 32, 8, 2) if wide else Tiling(128, 64, 8, 3)
     # Up to this width, the sums of 128 keys take half of the registers. Beyond it, dV gets a launch of its own, which computes
     # the scores again (16 or 12 units instead of 14 or 10) but needs neither small tiles nor spilled registers.
@@ -129,13 +154,15 @@ def backward_forms(
     return Form("split", (tiling, queries)), Form("atomic", (Tiling(16, 64 if has_mask else 128, 8, 2),))
 
 
-def decode_tiling(*, width: int, value_width: int, rows: int, low: bool) -> Tiling:
-    """Return the tiling of a decoding call; its `queries` are the rows of a group."""
+def decode_tiling(*, width: int, value_width: int, rows: int, low: bool, small: bool = False) -> Tiling:
+    """Return the tiling of a decoding call; its `queries` are the rows of a group. `small` as in `backward_forms`."""
     rows = padded(rows)
     if INTERPRETED:
         return Tiling(rows, 32, 1, 1)
     if not low:
         return Tiling(rows, 16, 8, 1)
+    if small:
+        return Tiling(rows, 32 if padded(value_width) <= 128 else 16, 4 if rows <= 16 else 8, 2)
     if padded(value_width) <= 128:
         return Tiling(rows, 64, 4 if rows <= 32 else 8, 3)
     return Tiling(rows, 32 if rows <= 32 else 16, 4 if rows <= 16 else 8, 3)
@@ -153,7 +180,7 @@ _fastest: dict[Hashable, Form] = {}
 
 
 def choose(forms: Sequence[Form], key: Hashable, run: Callable[[Form], object]) -> Form:
-    """Return the fastest form for calls with this `key`, timed at the first such call.
+    """Return the fastest form for calls with this `key`, timed at the first such call; one that the device cannot hold is not.
 
     The first form is taken if results must not depend on timing (`torch.use_deterministic_algorithms`), while a CUDA graph is
     captured, in the interpreter, and with DIFFTRANSFORMER_AUTOTUNE=0.
@@ -168,5 +195,12 @@ def choose(forms: Sequence[Form], key: Hashable, run: Callable[[Form], object]) 
     if key not in _fastest:
         if torch.cuda.is_current_stream_capturing():
             return forms[0]
-        _fastest[key] = min(forms, key=lambda form: do_bench(lambda: run(form), warmup=5, rep=20, return_mode="median"))
+        _fastest[key] = min(forms, key=lambda form: _milliseconds(lambda: run(form)))
     return _fastest[key]
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    try:
+        return float(do_bench(run, warmup=5, rep=20, return_mode="median"))
+    except OutOfResources:
+        return math.inf

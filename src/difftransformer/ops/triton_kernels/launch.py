@@ -23,6 +23,7 @@ from .configs import (
     decode_splits,
     decode_tiling,
     forward_forms,
+    is_small,
     padded,
 )
 from .tiles import Seen
@@ -71,6 +72,7 @@ class Inputs:
         self.seen = seen_of(restrictions, self.shape, self.keys)
         self.low = query.dtype in LOW_PRECISION
         self.has_mask = self.seen.attn_mask is not None
+        self.small = is_small(query.device, self.has_mask)
         self.starts_late = any(x is not None for x in (self.seen.kv_start, self.seen.window, self.seen.document_first))
 
     def sizes(self) -> tuple[int, int, int, int]:
@@ -144,6 +146,7 @@ def forward(inputs: Inputs, norm: Norm | None, save: bool) -> Forward:
         starts_late=inputs.starts_late,
         has_mask=inputs.has_mask,
         save=save,
+        small=inputs.small,
     )
     form = choose(forms, inputs.key_of("forward", norm is None, save), lambda form: _forward(inputs, norm, save, form))
     return _forward(inputs, norm, save, form)
@@ -203,7 +206,11 @@ def _decode(inputs: Inputs, norm: Norm | None) -> Tensor:
     batch, (heads, groups, queries, keys) = inputs.batch, inputs.sizes()
     out = inputs.new(queries, heads, inputs.value_width)
     tiling = decode_tiling(
-        width=inputs.width, value_width=inputs.value_width, rows=heads // groups * queries, low=inputs.low
+        width=inputs.width,
+        value_width=inputs.value_width,
+        rows=heads // groups * queries,
+        low=inputs.low,
+        small=inputs.small,
     )
     splits = decode_splits(batch * groups, keys, out.device)
     shares = (inputs.maps, splits, batch * heads * queries)
@@ -271,6 +278,7 @@ def backward(
         key_maps=2 if inputs.key_2 else 1,
         low=inputs.low,
         has_mask=inputs.has_mask,
+        small=inputs.small,
     )
     form = choose(forms, inputs.key_of("backward"), lambda form: _backward(inputs, saved.lse, delta, heads_grad, form))
     query_grad, key_grad, value_grad = _backward(inputs, saved.lse, delta, heads_grad, form)
