@@ -141,6 +141,13 @@ def source_model(family, **changes):
     return model
 
 
+def new_model(family, **changes):
+    """A differential model of a family as it starts."""
+    torch.manual_seed(3)
+    config = family_config(family)(**BASE | {"num_key_value_heads": 2} | OPTIONS[family] | changes)
+    return AutoModelForCausalLM.from_config(config)
+
+
 def upcycled(model, folder, to):
     """The model's conversion, as AutoModelForCausalLM opens it."""
     model.save_pretrained(folder / "source")
@@ -365,9 +372,7 @@ def test_a_new_model_and_its_loss_in_chunks(family):
 
     The loss is that of whole logits, with its gradient; all logits are computed where they are more than one product.
     """
-    config = family_config(family)(**BASE | {"num_key_value_heads": 2} | OPTIONS[family])
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config)
+    model = new_model(family)
     gains = [weight for name, weight in copy.deepcopy(model).named_parameters() if name.endswith("head_norm.weight")]
     assert gains
     assert all((gain == 1).all() for gain in gains)
@@ -384,6 +389,15 @@ def test_a_new_model_and_its_loss_in_chunks(family):
     for value, expected in zip(*found, strict=True):
         assert relative_error(value, expected) < 1e-6
     assert "labels" in inspect.signature(model.forward).parameters
+
+
+def test_the_loss_in_chunks_has_the_loss_of_the_router():
+    """Where the configuration asks for it, as an argument of the call does."""
+    model = new_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    whole = model(ids(), labels=ids())
+    assert whole.aux_loss > 0.1
+    model.loss_chunk_tokens = 5
+    assert torch.equal(model(input_ids=ids(), labels=ids()).loss, whole.loss)
 
 
 @pytest.mark.parametrize("kind", ["AutoModel", "AutoModelForCausalLM"])

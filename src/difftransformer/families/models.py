@@ -41,8 +41,14 @@ from .differential_layer import IMPLEMENTATION, DifferentialLayer, make_differen
 from .table import FAMILIES
 
 ATTENTION_LAYERS = "layers.*.self_attn"  # in a tensor-parallel plan
-# Options of a family, and arguments of its forward, with which the loss is more than that of the output layer's product.
-ON_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_router_logits")
+# Options of a family, with the value that leaves the loss that of the output layer's product, as None does.
+ON_LOGITS: dict[str, float | None] = {
+    "final_logit_softcapping": None,
+    "logits_scaling": 1,
+    "logit_scale": 1,
+    "output_router_logits": False,
+}
+# Arguments of its forward with which the loss is more than that.
 NEEDS_LOGITS = {"logits_to_keep", "output_router_logits"}
 
 
@@ -295,7 +301,7 @@ def _with_chunked_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def chunked(self: Any, *arguments: Any, **options: Any) -> Any:
-        changed = any(getattr(self.config, name, None) not in (None, False, 1) for name in ON_LOGITS)
+        changed = any(getattr(self.config, name, None) not in (None, plain) for name, plain in ON_LOGITS.items())
         needs_logits = arguments or changed or self.lm_head.bias is not None or options.keys() & NEEDS_LOGITS
         if self.loss_chunk_tokens is None or options.get("labels") is None or needs_logits:
             return forward(self, *arguments, **options)
