@@ -80,10 +80,10 @@ OPTIONS = {
         "layer_types": ["conv", "full_attention"] * 2, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
         "tie_word_embeddings": False,
     },
-    "bamba": {**MAMBA, "attn_layer_indices": [1, 3], "attention_bias": True},
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3], "attention_bias": True, "z_loss_coefficient": 0.3},
     "falcon_h1": {
         **MAMBA, "mamba_d_ssm": 96, "attention_bias": True, "key_multiplier": 0.7, "attention_out_multiplier": 0.8,
-        "head_dim": 10,
+        "lm_head_multiplier": 0.6, "head_dim": 10,
     },
     "nemotron_h": {
         "hybrid_override_pattern": "M*-*", "mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 6, "n_groups": 1,
@@ -120,7 +120,7 @@ OPTIONS = {
     "starcoder2": {"use_bias": True, "sliding_window": 5, "tie_word_embeddings": False},
 }  # fmt: skip
 MIXING = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h")  # other layers see other tokens too
-WHOLE_LOGITS = ("cohere", "cohere2", "gemma2", "granite", "phi")
+WHOLE_LOGITS = ("bamba", "cohere", "cohere2", "falcon_h1", "gemma2", "granite", "phi")
 
 
 # One of each kind: projections fused, biased or named otherwise, norms of each form, rotations, scales, experts, other layers.

@@ -44,9 +44,11 @@ ATTENTION_LAYERS = "layers.*.self_attn"  # in a tensor-parallel plan
 # Options of a family, with the value that leaves the loss that of the output layer's product, as None does.
 ON_LOGITS: dict[str, float | None] = {
     "final_logit_softcapping": None,
+    "lm_head_multiplier": 1,
     "logits_scaling": 1,
     "logit_scale": 1,
     "output_router_logits": False,
+    "z_loss_coefficient": 0,
 }
 # Arguments of its forward with which the loss is more than that.
 NEEDS_LOGITS = {"logits_to_keep", "output_router_logits"}
@@ -155,7 +157,8 @@ class _DifferentialModel(CardedModel):
     """What a differential model adds to a family's language model.
 
     Attributes:
-        loss_chunk_tokens: See `DiffTransformerForCausalLM`. Models whose logits are soft-capped compute all of them.
+        loss_chunk_tokens: See `DiffTransformerForCausalLM`. Models whose logits are scaled or soft-capped, or whose loss has
+            other parts, compute all of them.
     """
 
     loss_chunk_tokens: int | None = None
