@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from tests.support.oracle import relative_error
@@ -202,3 +202,30 @@ class TestStart:
         assert drawn.std().item() == pytest.approx(0.1, rel=0.5)
         for name, tensor in kept.items():
             assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("attention_type", ["diff", "softmax"])
+def test_a_model_of_images_around_the_model_is_saved_and_opened_again(attention_type, tmp_path):
+    """transformers starts each module of a model inside another one. A weight that the file lacks starts as when built."""
+    text = tiny_config(attention_type=attention_type, initialization="fan_in", depth_scaled_residual=True)
+    widths = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    images = CLIPVisionConfig(image_size=8, patch_size=4, **widths)
+    config = LlavaConfig(text_config=text, vision_config=images, image_token_index=3)
+    model = LlavaForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "whole")
+    before = torch.get_rng_state()
+    opened = LlavaForConditionalGeneration.from_pretrained(tmp_path / "whole")
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(opened.state_dict()[name], tensor), name
+    words = tokens(2, 9) % 50 + 4
+    assert torch.equal(opened(input_ids=words).logits, model(input_ids=words).logits)
+
+    lacking = "model.language_model.layers.1.mlp.down_proj.weight"
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != lacking}
+    model.save_pretrained(tmp_path / "part", state_dict=state)
+    drawn = LlavaForConditionalGeneration.from_pretrained(tmp_path / "part").state_dict()
+    bound = text.intermediate_size**-0.5 / (2 * text.num_hidden_layers) ** 0.5
+    assert 0.95 * bound < drawn[lacking].abs().max() <= bound
+    assert drawn[lacking].std() == pytest.approx(bound / 3**0.5, rel=0.05)
+    assert all(torch.equal(drawn[name], tensor) for name, tensor in state.items())

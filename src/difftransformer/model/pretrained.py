@@ -82,24 +82,30 @@ class DiffTransformerPreTrainedModel(CardedModel):
 
     def initialize_weights(self) -> None:
         """Give every parameter that was not read from files its first value (see `initialization.Start`)."""
-        base = self.base_model
-        if base._seed is None and not all(getattr(one, "_is_hf_initialized", False) for one in self.parameters()):
-            base._seed = new_seed()  # files lack parameters
         models = [module for module in self.modules() if isinstance(module, DiffTransformerPreTrainedModel)]
-        start = Start(self, base._seed or 0, base.deferred)
+        start = self._new_start()
         for model in models:
             model._start = start
         super().initialize_weights()
         for model in models:
             model._start = None
 
+    def _new_start(self) -> Start:
+        base = self.base_model
+        if base._seed is None and not all(getattr(one, "_is_hf_initialized", False) for one in self.parameters()):
+            base._seed = new_seed()  # files lack parameters
+        return Start(self, base._seed or 0, base.deferred)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        start, config = self._start, self.config
-        if start is None:  # `resize_token_embeddings` makes a matrix with more rows
+        config = self.config
+        if self._start is None and module not in [*self.modules()]:
+            # `resize_token_embeddings` makes a matrix with more rows.
             assert isinstance(module, (nn.Embedding, nn.Linear))
             Start(module, new_seed() or 0, {}).embedding(module.weight, config)
-        elif isinstance(module, nn.Embedding):
+            return
+        start = self._start or self._new_start()  # a model around this one starts its modules one by one
+        if isinstance(module, nn.Embedding):
             start.embedding(module.weight, config, padding=module.padding_idx)
         elif isinstance(module, nn.Linear) and module is self.get_output_embeddings():
             start.embedding(module.weight, config)
