@@ -273,6 +273,16 @@ class TestWholeModelRefusals:
         state = {name: t for name, t in draw(self.STATE).items() if "subln" not in name}
         assert load_microsoft_state(state, tiny_config(head_norm="plain"))
 
+    def test_a_separate_output_layer_where_the_configuration_ties_it(self):
+        """One of them would be lost, unless they are equal."""
+        state = draw(whole_shapes(v1_module_shapes(32, 2, 2), hidden=32, layers=2, tied=False))
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, though"):
+            load_microsoft_state(state, tiny_config(tie_word_embeddings=True))
+        equal = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
+        ids = tokens(12)
+        found = load_microsoft_state(equal, tiny_config(tie_word_embeddings=True))(ids[None]).logits[0]
+        assert (found - language_model(equal, ids, microsoft_v1, 2)).abs().max() < 1e-5
+
     def test_an_eps_that_theirs_has_not(self):
         with pytest.raises(ConfigError, match="head_norm_eps=1e-06"):
             load_microsoft_state(draw(self.STATE), tiny_config(head_norm_eps=1e-6))

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..attention import DifferentialAttention, DifferentialAttentionV2
 from ..attention.differential import LAMBDA_VECTORS, Differential
 from ..attention.head_norm import HEAD_NORM_EPS
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from .attention_weights import (
     PROJECTIONS,
@@ -41,7 +41,7 @@ from .attention_weights import (
     v1_shapes,
     v1_sizes,
 )
-from .conversion import EMBEDDING, Shape, check_tensors, refuse_tied_multiplier, shapes_of
+from .conversion import EMBEDDING, OUTPUT, Shape, check_tensors, refuse_tied_multiplier, shapes_of
 
 TARGET = "Microsoft's module"
 
@@ -134,7 +134,7 @@ def load_microsoft_state(state: Mapping[str, Tensor], config: DiffTransformerCon
 
     Raises:
         ConfigError: Microsoft's module cannot express the configuration, or it has an embedding multiplier.
-        CheckpointError: A tensor is missing, or there is one too many.
+        CheckpointError: A tensor is missing, there is one too many, or embeddings are tied and lm_head.weight differs.
         ShapeError: A shape contradicts the configuration.
     """
     if config.embedding_multiplier != 1:
@@ -149,9 +149,14 @@ def load_microsoft_state(state: Mapping[str, Tensor], config: DiffTransformerCon
     check_tensors(
         shapes_of(state),
         expected,
-        optional=("lm_head.weight",) if config.tie_word_embeddings else (),
+        optional=(OUTPUT,) if config.tie_word_embeddings else (),
         by="the configuration",
     )
+    if config.tie_word_embeddings and OUTPUT in state and not torch.equal(state[OUTPUT], state[EMBEDDING]):
+        raise CheckpointError(
+            f"{OUTPUT} differs from {EMBEDDING}, though the configuration has tie_word_embeddings=True; expected equal "
+            "tensors, or tie_word_embeddings=False"
+        )
     ours = {name: tensor for name, tensor in state.items() if ".self_attn." not in name}
     for index in range(config.num_hidden_layers):
         at = f"model.layers.{index}.self_attn."
