@@ -283,6 +283,14 @@ class TestWholeModelRefusals:
         found = load_microsoft_state(equal, tiny_config(tie_word_embeddings=True))(ids[None]).logits[0]
         assert (found - language_model(equal, ids, microsoft_v1, 2)).abs().max() < 1e-5
 
+    def test_a_window(self):
+        """Microsoft's modules see all positions."""
+        config = tiny_config(sliding_window=8)
+        with pytest.raises(ConfigError, match="sliding_window=8: Microsoft's module sees all positions; expected None"):
+            microsoft_state(DiffTransformerForCausalLM(config))
+        with pytest.raises(ConfigError, match="sliding_window=8"):
+            load_microsoft_state(draw(self.STATE), config)
+
     def test_an_eps_that_theirs_has_not(self):
         with pytest.raises(ConfigError, match="head_norm_eps=1e-06"):
             load_microsoft_state(draw(self.STATE), tiny_config(head_norm_eps=1e-6))

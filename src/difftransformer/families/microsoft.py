@@ -49,6 +49,8 @@ TARGET = "Microsoft's module"
 def microsoft_attention_state(layer: Differential) -> dict[str, Tensor]:
     """Return the state dict of a Microsoft module that computes the same as a layer; with grouped keys, of a flash module.
 
+    A `sliding_window` belongs to the model and not to its layers, so it is not refused here: Microsoft's modules have none.
+
     Args:
         layer: A V1 or a V2 layer.
 
@@ -171,6 +173,8 @@ def load_microsoft_state(state: Mapping[str, Tensor], config: DiffTransformerCon
 def _whole_state(
     model: DiffTransformerForCausalLM, attention_state: Callable[[Differential], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
+    if (window := model.config.sliding_window) is not None:
+        raise ConfigError(f"sliding_window={window}: {TARGET} sees all positions; expected None")
     state = {name: tensor for name, tensor in model.state_dict().items() if ".self_attn." not in name}
     for index, layer in enumerate(model.model.layers):
         if not isinstance(layer.self_attn, Differential):
