@@ -8,8 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.families import convert_folder, upcycle_folder
+from difftransformer.families.checkpoint_io import WeightsReader
 from difftransformer.families.llama import from_llama, targets
 from difftransformer.hub import source_folder
+from difftransformer.hub.divided import deferred
 from difftransformer_lab.evals.drift import measure_drift
 from tests.families import test_convert_refusals as refusals
 
@@ -74,6 +76,28 @@ def test_same_function_at_the_start(name, to, tmp_path):
     assert done.parameters == built
     assert done.added_parameters == built - sum(parameter.numel() for parameter in stock.parameters())
     assert done.added_parameters > 0 or to == "softmax"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", ["1GB", "10KB"], ids=["one file", "several"])
+def test_frequencies_of_rotation_in_old_files(size, tmp_path):
+    """Files of Llama 2 hold a buffer of each layer, which models compute themselves today."""
+    stock = saved(tmp_path / "llama", tie_word_embeddings=False)
+    state = stock.state_dict()
+    state |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(6) for layer in range(3)}
+    stock.save_pretrained(tmp_path / "old", state_dict=state, max_shard_size=size)
+    files = list((tmp_path / "old").glob("*.safetensors"))
+    assert (len(files) > 1) == (size == "10KB")
+    assert sum(name.endswith("inv_freq") for path in files for name in load_file(path)) == 3
+    upcycle_folder(tmp_path / "old", tmp_path / "upcycled", to="diff")
+    convert_folder(tmp_path / "old", tmp_path / "converted", to="difftransformer")
+    for name in ("upcycled", "converted"):
+        ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / name)
+        torch.testing.assert_close(ours(ids_of()).logits, stock(ids_of()).logits, rtol=0, atol=1e-4)
+    with WeightsReader(tmp_path / "old") as weights:
+        parts = deferred(stock.config, weights, dtype="fp32")
+        parts.fill("cpu")
+    assert torch.equal(parts.network(ids_of()).logits, stock(ids_of()).logits)
 
 
 @pytest.mark.parametrize("to", DIFFERENTIAL)

@@ -29,6 +29,7 @@ from .conversion import FOLDER_LAYOUTS, LAYOUTS, Conversion, Shape, check_tensor
 from .diffllama import from_diffllama, to_diffllama
 from .llama import MUST_BE, beyond_layout, from_llama, to_llama
 
+COMPUTED = "rotary_emb.inv_freq"  # how names of buffers end that files of Llama 2 hold and models compute
 SHARD_BYTES = 5 * 10**9  # largest weights file; hubs and file systems handle this size well
 # Tokenizers of every kind, chat templates, generation settings and licences are copied unchanged.
 CARRIED = (
@@ -162,7 +163,7 @@ class WeightsReader:
 
     Attributes:
         files: Names of the weights files.
-        shapes: Shape of every tensor, by name.
+        shapes: Shape of every tensor, by name, but for buffers that models compute.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -179,8 +180,8 @@ class WeightsReader:
             )
         for name in self.files:
             self._list(name)
-        listed = set() if self.files == [WEIGHTS_FILE] else weight_map(folder).keys()
-        if absent := sorted(listed - self.shapes.keys()):
+        listed = {} if self.files == [WEIGHTS_FILE] else weight_map(folder)
+        if absent := sorted(name for name in listed.keys() - self.shapes.keys() if not name.endswith(COMPUTED)):
             raise CheckpointError(
                 f"{folder / INDEX_FILE}: {absent[0]} is listed but in none of the files; copy them again"
             )
@@ -232,6 +233,8 @@ class WeightsReader:
     def _list(self, name: str) -> None:
         file = self._open(name)
         for tensor in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
+            if tensor.endswith(COMPUTED):
+                continue
             if tensor in self._where:
                 raise CheckpointError(
                     f"{self.folder / name}: {tensor} is in two files of {self.folder}; expected it once"
