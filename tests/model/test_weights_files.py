@@ -135,6 +135,27 @@ def test_links_of_the_hub_s_cache(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(opened.state_dict().values(), made.state_dict().values(), strict=True))
 
 
+@pytest.mark.parametrize("size", ["1GB", "10KB"], ids=["one file", "several"])
+def test_variants(size, tmp_path):
+    """Files of a variant, as transformers names them, beside others; an index is checked as any other."""
+    made = tiny_folders.saved(tmp_path / "model")
+    for one in made.parameters():
+        one.data.mul_(2)
+    made.save_pretrained(tmp_path / "model", variant="fp16", max_shard_size=size)
+    assert len(list((tmp_path / "model").glob("model.fp16*.safetensors"))) > (size == "10KB")
+    for opens in (DiffTransformerForCausalLM, AutoModelForCausalLM):
+        opened = opens.from_pretrained(tmp_path / "model", variant="fp16").state_dict()
+        assert all(torch.equal(opened[name], tensor) for name, tensor in made.state_dict().items())
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert DiffTransformerForCausalLM.from_pretrained(tmp_path / "model", variant="fp16")
+    with pytest.raises(CheckpointError, match=r"neither model\.bf16\.safetensors nor .*\.index\.bf16\.json"):
+        DiffTransformerForCausalLM.from_pretrained(tmp_path / "model", variant="bf16")
+    outside = {"weight_map": dict.fromkeys(made.state_dict(), "../outside.safetensors")}
+    (tmp_path / "model" / "model.safetensors.index.bf16.json").write_text(json.dumps(outside))
+    with pytest.raises(CheckpointError, match=r"'\.\./outside\.safetensors' is not a safetensors file"):
+        DiffTransformerForCausalLM.from_pretrained(tmp_path / "model", variant="bf16")
+
+
 def test_nothing_from_outside_is_exported(tmp_path, fails):
     """A link in the place of a licence would publish a private file."""
     tiny_folders.saved(tmp_path / "model")

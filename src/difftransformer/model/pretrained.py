@@ -147,7 +147,7 @@ class DiffTransformerPreTrainedModel(CardedModel):
         """
         folder = Path(str(pretrained_model_name_or_path), options.get("subfolder", ""))
         if folder.is_dir() and options.get("gguf_file") is None:
-            weights_files(folder)
+            weights_files(folder, options.get("variant"))
         return super().from_pretrained(
             pretrained_model_name_or_path, *arguments, **{**options, "use_safetensors": True}
         )

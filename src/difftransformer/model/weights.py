@@ -22,8 +22,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-def weights_files(folder: Path) -> list[str]:
+def weights_files(folder: Path, variant: str | None = None) -> list[str]:
     """Return the names of a folder's weights files.
+
+    Args:
+        folder: The folder.
+        variant: A part of the files' names, as in `save_pretrained(folder, variant="fp16")`.
 
     Raises:
         CheckpointError: There are none, or the index, the configuration or a link leads to a pickle or out of the folder.
@@ -37,9 +41,10 @@ def weights_files(folder: Path) -> list[str]:
             f"{folder / ADAPTER_CONFIG_FILE} names an adapter, and there is no {ADAPTER_FILE} here; save it as safetensors, or "
             "merge it into the model"
         )
-    listed = weight_map(folder)
-    if (folder / WEIGHTS_FILE).is_file():  # as transformers chooses
-        return [WEIGHTS_FILE]
+    listed = weight_map(folder, variant)
+    whole = _of_variant(WEIGHTS_FILE, variant)
+    if (folder / whole).is_file():  # as transformers chooses
+        return [whole]
     if listed:
         return sorted(set(listed.values()))
     if pieces := sorted(path.name for path in folder.glob(PIECES)):
@@ -49,16 +54,17 @@ def weights_files(folder: Path) -> list[str]:
             f"{folder / pickles[0]} is a pickle, which can run code when it is opened, and is not read; load the model with "
             "transformers where you trust it, and save_pretrained it as safetensors"
         )
-    raise CheckpointError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; name the folder of a saved model")
+    index = _of_variant(INDEX_FILE, variant)
+    raise CheckpointError(f"{folder} has neither {whole} nor {index}; name the folder of a saved model")
 
 
-def weight_map(folder: Path) -> dict[str, str]:
+def weight_map(folder: Path, variant: str | None = None) -> dict[str, str]:
     """Return the file of each tensor that a folder's index lists; an empty mapping without an index.
 
     Raises:
         CheckpointError: The index is damaged, or names anything but safetensors files of its folder.
     """
-    path = folder / INDEX_FILE
+    path = folder / _of_variant(INDEX_FILE, variant)
     if not path.exists():
         return {}
     index: Any = read_json(path, error=CheckpointError, advice="copy it again")
@@ -71,6 +77,11 @@ def weight_map(folder: Path) -> dict[str, str]:
                 f"{path}: {short(name)} is not a safetensors file of this folder; expected plain names"
             )
     return listed
+
+
+def _of_variant(name: str, variant: str | None) -> str:
+    stem, _, ending = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{ending}"
 
 
 def _check_settings(folder: Path) -> None:
