@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from difftransformer.errors import ConfigError, DataError
+from difftransformer.errors import ConfigError, DataError, ShapeError
 from difftransformer.model.nll import IGNORED, loss_chunk, next_token_nll, summed_next_token_nll, summed_nll
 from tests.support.oracle import relative_error
 from tests.support.tiny_models import tiny, tokens
@@ -113,6 +113,17 @@ def test_chunk_is_chosen_by_size():
 def test_refusal():
     with pytest.raises(ConfigError, match="chunk_tokens=0"):
         summed_nll(*_case(), chunk_tokens=0)
+
+
+def test_labels_of_another_number_of_tokens_are_refused():
+    """As the loss of whole logits refuses them, where logits of some tokens alone are asked for."""
+    model, ids = tiny(), tokens(2, 24)
+    with pytest.raises(ValueError, match="batch_size"):
+        model(ids, labels=ids, logits_to_keep=5)
+    model.loss_chunk_tokens = 7
+    with pytest.raises(ShapeError, match=r"^targets have shape \(2, 24\), expected \(2, 5\)") as error:
+        model(ids, labels=ids, logits_to_keep=5)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("chunk_tokens", [8, 500])

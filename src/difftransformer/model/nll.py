@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, ShapeError
 
 IGNORED = -100
 # On a CPU, logits beyond the caches cost more time than the calls for each chunk.
@@ -119,9 +119,15 @@ def summed_nll(
     Raises:
         ConfigError: chunk_tokens is below 1, or a DTensor is not sharded by rows on one mesh dimension.
         DataError: A target is not an id. On a GPU, as in `F.cross_entropy`, it is an assertion of the device.
+        ShapeError: There is not a target for each row of hidden.
     """
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={chunk_tokens}: give at least 1")
+    if targets.shape != hidden.shape[:-1]:
+        raise ShapeError(
+            f"targets have shape {tuple(targets.shape)}, expected {tuple(hidden.shape[:-1])}, one for each token of hidden; "
+            "omit logits_to_keep where labels are given"
+        )
     _check_targets(targets, weight.shape[0], ignore_index)
     group: Any = None
     sharded: Any = weight  # a DTensor, whose import is slow and which only a distributed run has
