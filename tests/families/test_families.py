@@ -230,15 +230,18 @@ def test_trained_saved_and_opened_again(family, tmp_path):
 
 
 def test_a_new_process_knows_the_classes(tmp_path):
-    """By their names, and by the folder of a model."""
-    upcycled(source_model("qwen3"), tmp_path, "diff_v2")
+    """By a pickle, by their names, and by the folder of a model."""
+    ours, _ = upcycled(source_model("qwen3"), tmp_path, "diff_v2")
+    torch.save((ours, ids(), ours(ids()).logits), tmp_path / "pickled")
     program = (
-        "import difftransformer, sys; from difftransformer.families import models as m; "
+        "import sys, torch; model, ids, logits = torch.load(sys.argv[2], weights_only=False); "
+        "torch.testing.assert_close(model(ids).logits, logits); "
+        "import difftransformer; from difftransformer.families import models as m; "
         "from transformers import AutoModelForCausalLM; "
         "print(m.DifferentialGlm4ForCausalLM.__name__, m.DifferentialGlm4Config.family, "
         "type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)"
     )
-    done = fresh.run(program, tmp_path / "diff_v2")
+    done = fresh.run(program, tmp_path / "diff_v2", tmp_path / "pickled")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-3:] == ["DifferentialGlm4ForCausalLM", "glm4", "DifferentialQwen3ForCausalLM"]
 
@@ -436,6 +439,11 @@ def test_classes_are_pickled():
     for one in (config, made):
         again = pickle.loads(pickle.dumps(one))
         assert again is made or again.to_dict() == config.to_dict()
+    for family, to in (("olmo2", "dex"), ("phi3", "diff")):
+        model = new_model(family, attention_type=to).eval()
+        again = pickle.loads(pickle.dumps(model))
+        assert [type(module) for module in again.modules()] == [type(module) for module in model.modules()]
+        assert torch.equal(again(ids()).logits, model(ids()).logits)
 
 
 @torch.no_grad()

@@ -158,8 +158,19 @@ def make_differential(layer: Any, differential: Attention) -> None:
 
 def _combined(addition: type[nn.Module], base: Any, name: str) -> Any:
     if base not in _classes:
-        _classes[base] = type(name, (addition, base), {"__module__": __name__})
+        _classes[base] = type(name, (addition, base), {"__module__": __name__, "__reduce_ex__": _reduced})
     return _classes[base]
+
+
+def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Pickle a module by the classes of which its own is made: a process that opens it may not have made that one yet."""
+    kind, reduced = type(module), object.__reduce_ex__(module, max(protocol, 2))
+    return _new, (*kind.__bases__, kind.__name__), *reduced[2:]
+
+
+def _new(addition: type[nn.Module], base: Any, name: str) -> Any:
+    kind = _combined(addition, base, name)
+    return kind.__new__(kind)
 
 
 def _linear(old: nn.Linear, rows: int) -> nn.Linear:
