@@ -286,6 +286,25 @@ def test_counts_are_those_of_the_model(family, tmp_path):
     assert counts.kv_bytes_per_token == 2 * held * len(cache.layers) // lengths
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gemma3_text", "exaone4", "qwen2"])
+def test_counts_take_the_window_of_each_layer(family):
+    """Operations grow with the keys that a query of the original sees, by its maps: 3 heads have two maps and values of 2 D."""
+    operations, keys = [], []
+    for windows in (0, 1, 4):
+        types = {"layer_types": ["sliding_attention"] * windows + ["full_attention"] * (4 - windows)}
+        ours, stock = new_model(family, **types), source_model(family, **types)
+        operations.append(count_family(ours.config).forward_flops_per_token)
+        stock.set_attn_implementation("eager")
+        maps = stock(ids(64, rows=1), output_attentions=True).attentions
+        keys.append(sum((one[0, 0] > 0).sum().item() for one in maps) / 64)
+    assert keys[0] > keys[1] > keys[2]
+    width = ours.get_decoder().layers[0].self_attn.head_dim
+    for place in (1, 2):
+        each = (operations[0] - operations[place]) / (keys[0] - keys[place])
+        assert each == pytest.approx(2 * 3 * (2 * width + 2 * width), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "text"),
     [

@@ -354,11 +354,10 @@ def count_family(config: Any, *, context_tokens: int | None = None) -> Counts:
         model = AutoModelForCausalLM.from_config(config)
     context = context_tokens or config.max_position_embeddings
     layout, layers = config.head_layout(), attention_layers(model)
-    windows = [
-        getattr(layer, "sliding_window", None) or getattr(layer.config, "sliding_window", None) for layer in layers
-    ]
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    windows = [None if types and types[layer.layer_idx] == "full_attention" else window for layer in layers]
     linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    keys = sum(mean_keys(context, window) for window in windows)
+    keys = sum(mean_keys(context, one) for one in windows)
     forward = 2 * linears + keys * layout.map_flops_per_pair()
     return Counts(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
