@@ -422,6 +422,14 @@ def test_the_loss_in_chunks_has_the_loss_of_the_router():
     assert torch.equal(model(input_ids=ids(), labels=ids()).loss, whole.loss)
 
 
+def test_the_loss_in_chunks_as_a_tuple():
+    model = new_model("qwen3")
+    whole = model(input_ids=ids(), labels=ids(), return_dict=False)
+    model.loss_chunk_tokens = 5
+    (loss,) = model(input_ids=ids(), labels=ids(), return_dict=False)
+    torch.testing.assert_close(loss, whole[0])
+
+
 @pytest.mark.parametrize("kind", ["AutoModel", "AutoModelForCausalLM"])
 @pytest.mark.parametrize("to", ["diff", "dex"])
 def test_own_weights_that_a_file_lacks_are_drawn(to, kind, tmp_path):

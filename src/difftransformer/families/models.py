@@ -24,6 +24,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.utils.generic import can_return_tuple
 
 from ..attention import Attention, HeadLayout, config_options, variant
 from ..attention.base import PROJECTIONS, QK_NORMS, RMSNorm
@@ -302,6 +303,7 @@ def _differential(plain: Any, config: type[Any], family: str) -> type[Any]:
 def _with_chunked_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the `forward` of a family's language model with the loss in chunks where `loss_chunk_tokens` is set."""
 
+    @can_return_tuple
     @wraps(forward)
     def chunked(self: Any, *arguments: Any, **options: Any) -> Any:
         changed = any(getattr(self.config, name, None) not in (None, plain) for name, plain in ON_LOGITS.items())
