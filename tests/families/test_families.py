@@ -246,9 +246,10 @@ def test_a_new_process_knows_the_classes(tmp_path):
     assert done.stdout.split()[-3:] == ["DifferentialGlm4ForCausalLM", "glm4", "DifferentialQwen3ForCausalLM"]
 
 
-def test_maps_are_returned_and_no_implementation_is_plain(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_maps_are_returned_and_no_implementation_is_plain(family, tmp_path):
     """Any other attention function would see twice as many heads and say nothing."""
-    ours, _ = upcycled(source_model("qwen3"), tmp_path, "diff")
+    ours, _ = upcycled(source_model(family), tmp_path, "diff")
     for module in ours.modules():
         if isinstance(module, Attention):
             module.lambda_value = 0.25

@@ -36,11 +36,13 @@ class DifferentialLayer(nn.Module):
 
     Attributes:
         differential: The variant's layer without projections: lambda, layout and what follows attention.
+        model_config: The configuration of the model. `config` may be a copy, which does not follow later changes.
     """
 
     differential: Attention
     layer_idx: int
     config: Any
+    model_config: Any
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Run the family's forward inside that of `differential`, so that hooks of FSDP and offloading gather its weights."""
@@ -138,6 +140,7 @@ def make_differential(layer: Any, differential: Attention) -> None:
         elif maps == 2:
             gain = norm.weight.new_ones(sizes[name])
             setattr(layer, f"{name}_norm", NormOfMaps(gain, norm.variance_epsilon, groups, layout.head_dim))
+    layer.model_config = layer.config
     if hasattr(layer, "qkv_proj"):
         values = layout.num_key_value_heads * layout.value_head_dim
         layer.qkv_proj = _linear(layer.qkv_proj, sizes["q"] + sizes["k"] + values)
@@ -234,7 +237,7 @@ def attention(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     restrictions = Restrictions(attn_mask=attention_mask, is_causal=causal and attention_mask is None)
     map_BHTS = None
-    if variant.backend == "reference" or options.get("output_attentions", module.config.output_attentions):
+    if variant.backend == "reference" or options.get("output_attentions", module.model_config.output_attentions):
         map_BHTS = variant.combined_map(query_BHTX, key_BGSX, head_lam, restrictions)
         heads_BHTE = variant.finish(weighted_values(map_BHTS, value_BGSE))
     else:
