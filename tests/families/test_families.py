@@ -16,7 +16,7 @@ from transformers.configuration_utils import get_head_shapes
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from difftransformer.attention import Attention
-from difftransformer.errors import ConfigError
+from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.families import FAMILIES, REFUSED, DifferentialFields, count_family, family_config, upcycle_folder
 from difftransformer.families.llama import targets
 from tests.model.test_hooks import offload
@@ -264,6 +264,23 @@ def test_maps_are_returned_and_no_implementation_is_plain(family, tmp_path):
             torch.testing.assert_close(attention.sum(-1), torch.full((2, 6, 21), 0.75))
     with pytest.raises(ConfigError, match="attn_implementation='flash_attention_3' is not supported"):
         ours.set_attn_implementation("flash_attention_3")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lowest", [True, -torch.inf, torch.finfo(torch.float32).min, -1e9], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_masks_of_the_caller(family, lowest, tmp_path):
+    """Bool, or added to the logits as the stock model adds it; biases, which the op does not add, are refused."""
+    stock = source_model(family)
+    ours, _ = upcycled(stock, tmp_path, "diff")
+    allowed = torch.ones(21, 21, dtype=torch.bool).tril().index_fill(1, torch.tensor([4, 9]), False)
+    allowed.fill_diagonal_(True)
+    mask = allowed if lowest is True else torch.zeros(21, 21).masked_fill(~allowed, lowest)
+    found, expected = (model(ids(), attention_mask=mask[None, None]).logits for model in (ours, stock))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert (found - ours(ids()).logits).abs().max() > 0.1
+    with pytest.raises(ShapeError, match=r"attention_mask of torch\.float32 .* biases cannot be added to the logits"):
+        ours(ids(), attention_mask=torch.where(allowed, 0.5, -torch.inf)[None, None])
 
 
 @pytest.mark.parametrize("to", [to for to in targets() if to != "softmax"])

@@ -22,7 +22,7 @@ from ..attention.base import PROJECTIONS
 from ..errors import ConfigError
 from ..model.caches import PagedRow
 from ..ops.norms import rms_norm
-from ..ops.problem import Restrictions
+from ..ops.problem import Restrictions, bool_mask
 from ..ops.reference import weighted_values
 from .attention_function import mask
 
@@ -201,7 +201,8 @@ def attention(
         module: The attention layer.
         query, key, value: (B, N, T, D), (B, N', S, D) and (B, G, S, E); heads of one group of maps stand together. Keys and
             values from a cache are grouped already.
-        attention_mask: Bool mask that broadcasts to (B, H, T, S), or None where attention is only causal.
+        attention_mask: Mask that broadcasts to (B, H, T, S), bool or added to the logits (0 or -inf), or None where attention
+            is only causal.
         dropout: Must be 0.
         scaling: Factor of the logits. Defaults to 1/sqrt(D).
         is_causal: Whether attention without a mask is causal. Defaults to the layer's `is_causal`.
@@ -215,6 +216,7 @@ def attention(
 
     Raises:
         ConfigError: dropout or soft-capping, which the op does not have.
+        ShapeError: a mask that is added to the logits holds biases.
     """
     for name, given in (("attention_dropout", dropout), ("attn_logit_softcapping", options.get("softcap"))):
         if given:
@@ -227,6 +229,8 @@ def attention(
     if paged is not None and attention_mask is not None:
         key, value = paged.update(key, value, module.layer_idx)
         attention_mask = attention_mask == 0
+    elif attention_mask is not None:
+        attention_mask = bool_mask(attention_mask, "attention_mask")
     query_BHTX, key_BGSX, value_BGSE = variant.op_heads(
         _grouped(query, layout.query_width),
         key.to(query.dtype),
