@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from difftransformer.errors import CheckpointError
-from difftransformer.train import checkpoints, latest_checkpoint, read_metrics, saving, verify_checkpoint
+from difftransformer.train import Interrupted, checkpoints, latest_checkpoint, read_metrics, saving, verify_checkpoint
 from difftransformer.train.checkpoint import delete_checkpoint
 from difftransformer.train.config import CheckpointConfig
+from tests.train.test_resume import stop_after
 
 
 @pytest.fixture
@@ -90,6 +91,18 @@ def test_checkpoints_that_are_kept_for_good(train_toy, tmp_path):
     for path in checkpoints(tmp_path):
         assert verify_checkpoint(path).step == int(path.name[-1])
     assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_damaged_later_checkpoint_does_not_count_as_the_newest(run, train_toy):
+    """The run goes on from step 6, since step 8 is damaged, and its next checkpoint stays."""
+    flip(run / "checkpoints" / "step-000008" / "model.safetensors")
+    with (
+        pytest.warns(UserWarning, match="training continues from step-000006"),
+        pytest.raises(Interrupted) as stopped,
+    ):
+        train_toy(run, keep_checkpoints=1, on_metrics=stop_after(7))
+    assert names(run) == ["step-000007", "step-000008"]
+    assert verify_checkpoint(stopped.value.checkpoint).step == 7
 
 
 def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(run, monkeypatch):

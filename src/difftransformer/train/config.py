@@ -1,6 +1,7 @@
 """Configuration of a training run: steps, batches, optimiser, schedule, validation and checkpoints."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -312,6 +313,11 @@ class TrainingConfig:
     def keeps_step(self, step: int) -> bool:
         """Whether the checkpoint of a step is kept for good."""
         return step in self.keep_steps or bool(self.keep_every and step % self.keep_every == 0)
+
+    def retired(self, steps: Iterable[int], now: int) -> list[int]:
+        """Return those of the saved steps that are not kept once `now` is saved. Later ones may be damaged, and are left."""
+        saved = sorted(step for step in steps if step <= now)
+        return [step for step in saved[: -self.keep_checkpoints] if not self.keeps_step(step)]
 
     @property
     def context_tokens(self) -> int:

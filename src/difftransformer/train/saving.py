@@ -225,9 +225,8 @@ class Saver:
             delete_checkpoint(final)
         temporary.rename(final)
         _flush(final.parent)
-        for old in checkpoints(self._run)[: -self._config.keep_checkpoints]:
-            if not self._config.keeps_step(step_of(old)):
-                delete_checkpoint(old)
+        for old in self._config.retired(map(step_of, checkpoints(self._run)), state.step):
+            delete_checkpoint(folder_of_step(self._run, old))
 
 
 def _in_background(act: Callable[[], None]) -> Future[None]:
