@@ -4,6 +4,7 @@ Of examples, the loss is the mean over the targets of the whole step that count.
 """
 
 import dataclasses
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from difftransformer.data import Example, Loader, Shards, id_tokenizer
+from difftransformer.data import Example, Loader, Shards, id_tokenizer, validation_rows
+from difftransformer.errors import DataError
 from difftransformer.model.nll import next_token_nll
-from difftransformer.train import build_model, train
+from difftransformer.train import LogsConfig, ValidationMetrics, build_model, train
+from difftransformer.train.metrics import InsideMetrics
 from difftransformer.train.parallel import Mesh
 from difftransformer.train.trainer import validate
 from tests.support.shards import write_shards
@@ -101,3 +104,39 @@ def test_the_loss_of_examples_is_the_mean_over_what_counts(small, tmp_path):
     held = [nll(torch.from_numpy(example.inputs), torch.from_numpy(example.targets)) for example in examples[:7]]
     training = dataclasses.replace(training, validation_windows=100)
     assert validate(model, shards, training, Mesh()) == pytest.approx(mean(held), rel=1e-5)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_first_validation_row_without_targets_is_no_error(small, tmp_path, every):
+    """Each example fills a row; the one that comes first gets no target."""
+
+    def shards(unscored):
+        examples = [
+            Example(str(index), np.full(64, index), np.full(64, -100 if index == unscored else index))
+            for index in range(4)
+        ]
+        folder = tmp_path / f"shards {unscored}"
+        write_shards(folder, examples, examples, id_tokenizer(50))
+        return Shards.open(folder)
+
+    first = int(validation_rows(shards(None), 64, 1)[0, 0, 0])
+    given = shards(first)
+    training = dataclasses.replace(
+        small.training, batch_tokens=128, context_stages=[(0, 64)], steps=1, validation_windows=4
+    )
+    config = small.model_config(vocab_size=given.tokenizer.vocab_size)
+    met = []
+    train(training, config, given, tmp_path / "run", logs=LogsConfig(inside_every=every), on_metrics=met.append)
+    assert sum(isinstance(line, InsideMetrics) for line in met) == every
+    (validation,) = [line for line in met if isinstance(line, ValidationMetrics)]
+    assert math.isfinite(validation.validation_loss_nats)
+
+
+def test_a_run_without_a_validation_target_is_refused_before_it_trains(small, tmp_path):
+    examples = [Example(str(index), np.full(64, index), np.full(64, index)) for index in range(4)]
+    unscored = [Example("none", np.full(64, 1), np.full(64, -100))]
+    write_shards(tmp_path / "shards", examples, unscored, id_tokenizer(50))
+    given = Shards.open(tmp_path / "shards")
+    with pytest.raises(DataError, match="no token of the 1 validation rows counts in the loss"):
+        train(small.training, small.model_config(vocab_size=given.tokenizer.vocab_size), given, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

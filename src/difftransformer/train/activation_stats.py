@@ -27,8 +27,10 @@ class ActivationStats(Callback):
         self._every = logs.inside_every
 
     def on_restore(self, trainer: Trainer, state: CheckpointState | None) -> None:
-        """Take the first validation row."""
-        self._row = validation_rows(trainer.shards, trainer.config.context_tokens, 1)
+        """Take the first validation row, of which no token need count in the loss."""
+        if self._every:
+            config = trainer.config
+            self._row = validation_rows(trainer.shards, config.context_tokens, config.validation_windows)[:1]
 
     def on_step(self, trainer: Trainer, figures: dict[str, Any]) -> None:
         """Look inside if it is due."""

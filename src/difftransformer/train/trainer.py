@@ -127,6 +127,7 @@ class Trainer:
 
     Raises:
         ConfigError: The adapters do not fit the model, PEFT is missing, or the mesh does not divide the model or its rows.
+        DataError: See `validation_rows`.
         FailedElsewhere: Another process has raised it.
     """
 
@@ -147,6 +148,7 @@ class Trainer:
         self.stopping = False
         with self.processes.fail_together():
             mesh.check(model_config, config)
+            validation_rows(shards, config.context_tokens, config.validation_windows)  # what it refuses, it refuses now
             folder.mkdir(parents=True, exist_ok=True)
             start = start or DeferredModel(lambda: build_model(model_config, config.seed))
             if (lora := config.lora) is not None:
