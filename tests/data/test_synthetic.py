@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from difftransformer.data import DataConfig
 from difftransformer.data.synthetic import MQAR, TASKS, draw_examples, synthetic_task
 from difftransformer.errors import ConfigError, DataError
 
@@ -258,3 +259,8 @@ def test_impossible_options(name, options, message):
         synthetic_task(f"synthetic:{name}", options)
     assert message in str(met.value)
     assert "\n" not in str(met.value)
+
+
+def test_a_negative_seed_is_one_line():
+    with pytest.raises(ConfigError, match=r"split_seed=-1: synthetic:mqar is drawn by it; give 0 or more"):
+        DataConfig(source="synthetic:mqar", split_seed=-1)

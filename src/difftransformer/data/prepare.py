@@ -106,6 +106,8 @@ class DataConfig:
 
     def _check_synthetic(self) -> None:
         synthetic_task(self.source, self.options)
+        if self.split_seed < 0:
+            raise ConfigError(f"split_seed={self.split_seed}: {self.source} is drawn by it; give 0 or more")
         for name in ("tokenizer", "vocab_size", "needle_words", "validation_share"):
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(
