@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import statistics
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 
 from difftransformer.data import Loader
 from difftransformer.errors import ConfigError, DiffTransformerError
-from difftransformer.train import Interrupted, checkpoints, trainer
+from difftransformer.train import Interrupted, checkpoints, saving, trainer
+from difftransformer.train.config import CheckpointConfig
 from difftransformer.train.faults import OUTLIER_STEPS, Faults
 from difftransformer.train.metrics import read_lines
 from tests.train.test_resume import stop_after
@@ -130,6 +132,26 @@ def test_there_is_nothing_to_go_back_to(train_toy, tmp_path, poison):
     poison(2)
     with pytest.raises(DiffTransformerError, match="step 2 has loss nan"):
         train_toy(tmp_path, nonfinite="rollback")
+
+
+def test_going_back_waits_for_the_first_checkpoint(train_toy, tmp_path, poison, monkeypatch):
+    """Its writer is held until training waits for it."""
+    write, wait, waited = saving.save_file, saving.wait, threading.Event()
+
+    def held(tensors, path, **options):
+        assert waited.wait(60)
+        write(tensors, path, **options)
+
+    def waiting(futures, seconds):
+        waited.set()
+        return wait(futures, seconds)
+
+    monkeypatch.setattr(saving, "save_file", held)
+    monkeypatch.setattr(saving, "wait", waiting)
+    poison(4)
+    with pytest.warns(UserWarning, match="step 4 has loss nan .*; training goes back to step 3"):
+        train_toy(tmp_path, nonfinite="rollback", checkpoint=CheckpointConfig(asynchronous=True))
+    assert checkpoints(tmp_path)[-1].name == "step-000008"
 
 
 def after(norms, sigmas=6.0):

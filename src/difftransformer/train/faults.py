@@ -89,6 +89,8 @@ class Faults(Callback):
 
     def _stop_if_hopeless(self, trainer: Trainer, update: Update) -> None:
         run, often = trainer.folder, self.nonfinite > MOST_NONFINITE
+        if self._policy == "rollback":
+            trainer.finish_saving()  # the first checkpoint may be being written
         nowhere = self._policy == "rollback" and not trainer.processes.broadcast(lambda: checkpoints(run))
         if self._policy == "stop" or often or nowhere:
             count = f", the {self.nonfinite}th such step since the last checkpoint" if often else ""
