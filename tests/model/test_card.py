@@ -113,6 +113,31 @@ def test_what_was_trained_travels_with_the_weights_and_says_where_from(tmp_path)
     assert training_section(card.replace("1.2345", "0.1")) is None
 
 
+def test_places_of_the_training_machine_are_not_on_the_card():
+    stream = "hf-stream:owner/name:config"
+    recipe = {
+        "name": "toy",
+        "data": {"mixture": [{"source": "/home/someone/a.txt", "weight": 2.0}, {"source": stream, "weight": 1.0}]},
+        "training": {"steps": 8, "checkpoint": {"asynchronous": True, "mirror": "ftp://someone:secret@host/run"}},
+        "evaluation": [{"task": "perplexity", "options": {"text": "/home/someone/b.txt", "windows": 4}}],
+        "start_from": "/home/someone/runs/first",
+        "branch_from": "../someone/second",
+    }
+    shown = {
+        "name": "toy",
+        "data": {"mixture": [{"source": "a.txt", "weight": 2.0}, {"source": stream, "weight": 1.0}]},
+        "training": {"steps": 8, "checkpoint": {"asynchronous": True}},
+        "evaluation": [{"task": "perplexity", "options": {"text": "b.txt", "windows": 4}}],
+        "start_from": "first",
+        "branch_from": "second",
+    }
+    card = model_card(tiny_config(), name="run", training=Training(figures=[], recipe=recipe))
+    assert yaml.safe_load(re.search(r"```yaml\n(.*?)```", card, re.DOTALL)[1]) == shown
+    kept = {"data": {"source": stream, "tokenizer": "ids:7"}, "start_from": None}
+    card = model_card(tiny_config(), name="run", training=Training(figures=[], recipe=kept))
+    assert yaml.safe_load(re.search(r"```yaml\n(.*?)```", card, re.DOTALL)[1]) == kept
+
+
 def test_a_licence_is_an_identifier():
     with pytest.raises(ConfigError, match=r"license='My own: licence'.*such as mit"):
         model_card(tiny_config(), name="x", license="My own: licence")

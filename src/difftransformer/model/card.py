@@ -31,6 +31,9 @@ HEADS = {  # the end of a class's name: what the model is, and its pipeline
     "ForQuestionAnswering": ("model of extractive question answering", "question-answering"),
     "": ("decoder without its output layer", None),
 }
+# Keys of a recipe: values that become names unless they are data sets of the hub, and what is left out.
+PLACES, LEFT_OUT = ("source", "tokenizer", "start_from", "branch_from"), ("folder", "mirror")
+HUB = ("hf:", "hf-stream:")
 OpensWith = Literal["package", "code", "transformers"]
 PAPER = "https://arxiv.org/abs/2410.05258"
 CITATION = """```bibtex
@@ -222,16 +225,14 @@ def _usage(head: str, opens_with: OpensWith) -> str:
     return f"## Use\n\n{where}\n\n```python\n{code}```\n"
 
 
-def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the folders of the training machine from a recipe: cards are published."""
-    plain = dict(recipe)
-    if isinstance(plain.get("data"), dict):
-        data = {key: value for key, value in plain["data"].items() if key != "folder"}
-        for key in ("source", "tokenizer"):
-            if isinstance(data.get(key), str) and not data[key].startswith("hf:"):
-                data[key] = Path(data[key]).name
-        plain["data"] = data
-    return plain
+def _without_places(value: Any, key: str = "") -> Any:
+    """Remove the folders of the training machine and the URLs of stores from a recipe: cards are published."""
+    if isinstance(value, Mapping):
+        return {name: _without_places(one, name) for name, one in value.items() if name not in LEFT_OUT}
+    if isinstance(value, list):
+        return [_without_places(one, key) for one in value]
+    is_place = isinstance(value, str) and (key in PLACES or Path(value).is_absolute())
+    return Path(value).name if is_place and not value.startswith(HUB) else value
 
 
 def _table(heading: str, rows: Any) -> str:
