@@ -26,9 +26,19 @@ def model_config(toy_recipe, toy_shards):
 def train_toy(toy_recipe, toy_shards, model_config):
     """Train the toy in a folder, with other fields of the model and of TrainingConfig."""
 
-    def run(folder, *, attention_type="diff", model=None, shards=toy_shards, on_metrics=lambda metrics: None, **fields):
+    def run(
+        folder,
+        *,
+        attention_type="diff",
+        model=None,
+        shards=toy_shards,
+        on_metrics=lambda metrics: None,
+        callbacks=(),
+        **fields,
+    ):
         config = dataclasses.replace(toy_recipe.training, **fields)
-        return train(config, model_config(attention_type, **model or {}), shards, folder, on_metrics=on_metrics)
+        how = {"on_metrics": on_metrics, "callbacks": callbacks}
+        return train(config, model_config(attention_type, **model or {}), shards, folder, **how)
 
     return run
 

@@ -19,9 +19,18 @@ from difftransformer.hub import export_folder
 from difftransformer.model import count as count_work
 from difftransformer.model.nll import summed_next_token_nll
 from difftransformer.ops import attention_maps
-from difftransformer.train import Callback, LogsConfig, build_model, read_metrics, train
+from difftransformer.train import (
+    Callback,
+    Interrupted,
+    LogsConfig,
+    build_model,
+    checkpoints,
+    read_metrics,
+    train,
+    verify_checkpoint,
+)
 from difftransformer.train.activation_stats import activation_stats
-from difftransformer.train.config import LoraConfig
+from difftransformer.train.config import CheckpointConfig, LoraConfig
 from difftransformer.train.lora import add_lora
 from difftransformer.train.metrics import InsideMetrics, StepMetrics, read_lines
 from difftransformer.train.parallel import Mesh
@@ -33,6 +42,7 @@ from difftransformer_lab.studies.evaluation import draw_tasks, evaluate_checkpoi
 from difftransformer_lab.studies.recipe import TaskSpec
 from difftransformer_lab.studies.records import run_record
 from tests.support import fresh, parallel_steps
+from tests.train.test_resume import stop_after
 
 STEP = {"step": 1, "loss_nats": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1, "tokens": 5, "seconds": 1.0}
 OLD = STEP | {"tokens_per_second": 5.0, "lambdas": [0.2, 0.3]}
@@ -234,6 +244,36 @@ def test_callbacks_see_every_step_in_order(toy_recipe, toy_shards, model_config,
     steps, validations = read_metrics(tmp_path / "metrics.jsonl")
     assert [(line.step, line.mfu) for line in steps] == [(step, 0.5) for step in (1, 3, 4, 5)]
     assert {line.validation_accuracy for line in validations} == {0.25}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_callback_finds_its_state_in_the_checkpoint(train_toy, tmp_path, asynchronous):
+    """A run that is stopped has then seen the same losses as one that is not; what it puts into a save later is not in it."""
+
+    class Losses(Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_restore(self, trainer, state):
+            self.seen = [] if state is None else state.callbacks["losses"]["seen"]
+
+        def on_step(self, trainer, figures):
+            self.seen.append(figures["loss_nats"])
+
+        def on_save(self, trainer, state):
+            state["callbacks"]["losses"] = {"seen": self.seen}
+
+    fields = {"checkpoint": CheckpointConfig(asynchronous=asynchronous), "keep_checkpoints": 9}
+    whole, cut, resumed = Losses(), Losses(), Losses()
+    train_toy(tmp_path / "whole", callbacks=[whole], **fields)
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "cut", callbacks=[cut], on_metrics=stop_after(5), **fields)
+    train_toy(tmp_path / "cut", callbacks=[resumed], **fields)
+    assert len(whole.seen) == 8
+    assert (cut.seen, resumed.seen) == (whole.seen[:5], whole.seen)
+    for path in checkpoints(tmp_path / "cut"):
+        state = verify_checkpoint(path)
+        assert state.callbacks == {"losses": {"seen": whole.seen[: state.step]}}
 
 
 def test_names_of_numbers():

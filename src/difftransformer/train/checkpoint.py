@@ -53,6 +53,7 @@ class CheckpointState:
         seconds: Time spent in training steps.
         loader: State of the loader.
         norms: Gradient norms that the next ones are compared with.
+        callbacks: State of callbacks from outside this package, by name.
     """
 
     step: int
@@ -60,6 +61,7 @@ class CheckpointState:
     seconds: float
     loader: dict[str, Any]
     norms: list[float] = field(default_factory=list)
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The trainer: a loop of steps that resumes bit for bit, and callbacks that look at it or step in."""
 
+import copy
 import os
 import signal
 import time
@@ -86,7 +87,10 @@ class Callback:
         """A line was written to the metrics; in the first process only."""
 
     def on_save(self, trainer: "Trainer", state: dict[str, Any]) -> None:
-        """A checkpoint is due. Fields of its `CheckpointState` may be added."""
+        """A checkpoint is due. What `state["callbacks"]` gets under a name of your own is in `state.callbacks` at `on_restore`.
+
+        It must be plain data that JSON holds. The checkpoint has that of the first process, and all processes get it back.
+        """
 
     def on_checkpoint(self, trainer: "Trainer") -> None:
         """The checkpoint of a step is written, or being written (see `Trainer.finish_saving`); or training goes on from it."""
@@ -334,10 +338,10 @@ class Trainer:
 
     def _state(self) -> CheckpointState:
         state: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
-        state["loader"] = self.loader.state_dict()
+        state |= {"loader": self.loader.state_dict(), "callbacks": {}}
         for callback in self.callbacks:
             callback.on_save(self, state)
-        return CheckpointState(**state)
+        return CheckpointState(**copy.deepcopy(state))  # which is written while training goes on
 
     def report(self, metrics: Metrics) -> None:
         """Write metrics, in the first process."""
