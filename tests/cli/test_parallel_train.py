@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.distributed.launcher import api
 
 from difftransformer.train import checkpoints
+from difftransformer_lab.cli.members import launch
 from tests.cli.test_interruption import losses, steps_done, wait_until
 from tests.support.checkpoint_tensors import tensors_of
 
@@ -43,6 +45,21 @@ def members(launcher):
     return found
 
 
+@pytest.mark.parametrize(("set_before", "seconds"), [(None, 1800), ("7", 7)])
+def test_processes_have_time_to_save(monkeypatch, set_before, seconds):
+    """What torch's launcher is asked for; nothing is started."""
+    asked = []
+    monkeypatch.setattr(api, "elastic_launch", lambda config, program: asked.append(config) or (lambda *words: {}))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", set_before or "")  # so that it is put back afterwards
+    if set_before is None:
+        monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    assert launch(2, ["train", "demo"]) == 0
+    (config,) = asked
+    assert config.shutdown_timeout == seconds
+    assert set(config.signals_to_handle.split(",")) == {"SIGTERM", "SIGINT"}
+
+
 @pytest.mark.slow(minutes=2)
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
 def test_stopped_and_killed_goes_on_bitwise(start_two, tmp_path):
@@ -72,13 +89,14 @@ def test_stopped_and_killed_goes_on_bitwise(start_two, tmp_path):
     assert "process 1 of 2 was killed (SIGKILL), and the others were ended" in errors
     assert time.monotonic() - killed < 60
 
-    process, before = start_two(run), steps_done(run)
-    wait_until(lambda: steps_done(run) > before, process)
-    both = members(process)
-    process.kill()  # the launcher: its processes notice, save and end
-    process.communicate()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in both.values()))
-    assert checkpoints(run)[-1].name == f"step-{steps_done(run):06d}"
+    for number in (signal.SIGKILL, signal.SIGHUP):  # of the launcher: its processes notice, save and end
+        process, before = start_two(run), steps_done(run)
+        wait_until(lambda process=process, before=before: steps_done(run) > before, process)
+        both = members(process)
+        process.send_signal(number)
+        process.communicate()
+        wait_until(lambda both=both: not any(Path(f"/proc/{pid}").exists() for pid in both.values()))
+        assert checkpoints(run)[-1].name == f"step-{steps_done(run):06d}"
 
     assert ended(start_two(run))[0] == 0
 

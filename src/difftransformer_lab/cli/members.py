@@ -27,6 +27,8 @@ from .console import console
 if TYPE_CHECKING:
     from difftransformer.train.parallel import Processes
 
+SHUTDOWN_SECONDS = "1800"  # in which processes finish a step and save after a signal; torch kills them after 30
+
 
 def run_together(
     run: "Callable[[Processes], int]", device: str, count: int | None, check: Callable[[], None] = lambda: None
@@ -82,9 +84,11 @@ def launch(count: int, words: list[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable()  # the launcher's own; processes say themselves what failed
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     here: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
     run_id = uuid.uuid4().hex
+    here |= {"signals_to_handle": "SIGTERM,SIGINT"}  # not SIGHUP, which `nohup` has made ignored
     config = LaunchConfig(**here, nproc_per_node=count, run_id=run_id, max_restarts=0, monitor_interval=0.1)
     try:
         elastic_launch(config, sys.executable)("-m", "difftransformer_lab", *words)
