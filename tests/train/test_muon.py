@@ -50,15 +50,19 @@ def test_update_is_the_nearest_orthogonal_matrix():
         assert torch.allclose(before[name] - parameter, 0.01 * parameter.grad.sign(), atol=1e-6), name
 
 
-@pytest.mark.parametrize("attention_type", ["diff", "diff_v2", "softmax"])
-def test_takes_hidden_matrices(model_config, attention_type):
-    model = build_model(model_config(attention_type), seed=0)
+@pytest.mark.parametrize(
+    ("attention_type", "fields"),
+    [("diff", {}), ("diff", {"lambda_form": "head"}), ("diff_v2", {}), ("softmax", {})],
+    ids=str,
+)
+def test_takes_hidden_matrices(model_config, attention_type, fields):
+    model = build_model(model_config(attention_type, **fields), seed=0)
     optimizer = build_optimizer(model, MUON)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     assert sorted(found) == sorted(names.values())
     muon = {names[id(p)] for p in optimizer.param_groups[0]["params"]}
-    assert muon == {name for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name}
+    assert muon == {name for name in names.values() if name.endswith("_proj.weight")}
 
 
 def test_resumes_bitwise(tmp_path, toy_recipe, train_toy, read_run, plain_run):

@@ -16,25 +16,54 @@ from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfi
 from difftransformer.train.optim import build_optimizer, learning_rate
 from difftransformer.train.parallel import Mesh
 from difftransformer.train.trainer import validate
+from tests.families.test_families import source_model, upcycled
 
 
-@pytest.mark.parametrize("attention_type", ["diff", "softmax"])
-def test_norms_and_lambdas_do_not_decay(model_config, attention_type):
-    model = build_model(model_config(attention_type), seed=0)
+@pytest.mark.parametrize(
+    ("attention_type", "form", "count"),
+    [
+        ("diff", "layer", 8),
+        ("diff", "head", 8),
+        ("diff", "scalar", 2),
+        ("diff", "token", 0),
+        ("diff", "constant", 0),
+        ("softmax", None, 0),
+    ],
+)
+def test_norms_and_lambdas_do_not_decay(model_config, attention_type, form, count):
+    """Lambda by token is a projection, whose matrix decays."""
+    fields = {} if form is None else {"lambda_form": form}
+    model = build_model(model_config(attention_type, **fields), seed=0)
     decayed, kept = build_optimizer(model, OptimizerConfig(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     gains = {id(p) for module in model.modules() if isinstance(module, RMSNorm) for p in module.parameters()}
-    lambdas = {i for i, name in names.items() if "lambda_" in name}
+    lambdas = {i for i, name in names.items() if "lambda_" in name and not name.endswith("_proj.weight")}
     assert {id(p) for p in kept["params"]} == gains | lambdas
     assert {names[id(p)] for p in decayed["params"]} == {
         name for name in names.values() if name.endswith(("_proj.weight", "embed_tokens.weight"))
     }
-    assert len(lambdas) == (8 if attention_type == "diff" else 0)
+    assert len(lambdas) == count
     assert len(decayed["params"]) + len(kept["params"]) == len(names)
 
 
-def test_rates_over_width(toy_recipe, toy_shards, model_config, tmp_path):
+def test_gains_by_head_do_not_decay(tmp_path):
+    """A Cohere's norms of queries and keys have a gain for each head."""
+    model, _ = upcycled(source_model("cohere"), tmp_path, "diff")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert model.get_parameter("model.layers.0.self_attn.q_norm.weight").dim() == 2
+    norms = {name for name in names.values() if "norm" in name}
+    for method in ("adamw", "muon"):
+        groups = build_optimizer(model, OptimizerConfig(method=method, weight_decay=0.3)).param_groups
+        kept = {names[id(p)] for group in groups if not group["weight_decay"] for p in group["params"]}
+        decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+        assert norms <= kept
+        assert kept | decayed == {*names.values()}
+        assert {name for name in kept - norms if "lambda_" not in name and not name.endswith("bias")} == set()
+
+
+@pytest.mark.parametrize("form", ["layer", "head"])
+def test_rates_over_width(toy_recipe, toy_shards, model_config, tmp_path, form):
     """What a step of AdamW does to activations of size 1 is the same at every width, for each kind of parameter.
 
     Gradients of equal signs move every weight by the rate: a product of d inputs by d times as much, an embedding that is
@@ -42,7 +71,12 @@ def test_rates_over_width(toy_recipe, toy_shards, model_config, tmp_path):
     """
     moved = {}
     for width in (32, 64):
-        shape = {"hidden_size": width, "intermediate_size": 3 * width, "tie_word_embeddings": False}
+        shape = {
+            "hidden_size": width,
+            "intermediate_size": 3 * width,
+            "tie_word_embeddings": False,
+            "lambda_form": form,
+        }
         config = model_config(**shape, initialization="fan_in")
         model = build_model(config, seed=0)
         optimizer = build_optimizer(model, OptimizerConfig(base_width=32, learning_rate=1e-3, weight_decay=0.3))
@@ -60,7 +94,8 @@ def test_rates_over_width(toy_recipe, toy_shards, model_config, tmp_path):
             if name == "model.embed_tokens.weight":
                 moved[width, name] = change.mean() * model.config.embedding_multiplier
             else:
-                moved[width, name] = (change @ inputs).mean() if parameter.dim() == 2 else change.mean()
+                is_matrix = name.endswith("_proj.weight") or name == "lm_head.weight"
+                moved[width, name] = (change @ inputs).mean() if is_matrix else change.mean()
     names = {name for _, name in moved}
     assert len(names) > 12
     for name in names:

@@ -253,7 +253,8 @@ class Attention(nn.Module):
         description: The variant in a few words, for model cards.
         tags: Tags of a model card.
         config_options: Fields that the variant adds to a model's configuration.
-        fp32_parameters: Names of parameters that stay in fp32 whatever dtype the model is loaded in.
+        fp32_parameters: Names of parameters that stay in fp32 whatever dtype the model is loaded in; the optimizer of
+            `difftransformer.train` takes them for vectors, of whatever shape, which do not decay.
         can_upcycle: Whether a layer can start as a pretrained Transformer's, computing the same function.
         context_group: The processes that share each sequence, if more than this one: hidden states are then consecutive parts
             of it, while restrictions describe the whole, and each process attends with some of the heads.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attention import Attention
 from ..errors import ConfigError
 from ..model.initialization import local_part
 from .checkpoint import AVERAGE
@@ -37,7 +38,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer of the trainable parameters, with weight decay on those of two or more dimensions.
+    """Build the optimizer of the trainable parameters, with weight decay on matrices (see `_vectors`).
 
     Groups have a `rate_factor`, by which their learning rate is multiplied.
 
@@ -45,9 +46,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         ConfigError: `base_width` is given, and one matrix is both embedding and output layer.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hidden = set(_hidden_matrices(model)) if config.method == "muon" else set()
+    own = _vectors(model)
+    hidden = set(_hidden_matrices(model, own)) if config.method == "muon" else set()
     others = [parameter for parameter in parameters if parameter not in hidden]
-    matrices, vectors = [p for p in others if p.dim() >= 2], [p for p in others if p.dim() < 2]
+    matrices, vectors = [p for p in others if p not in own], [p for p in others if p in own]
     factors = _rate_factors(model, matrices, config.base_width)
     groups = [
         {"params": group, "weight_decay": weight_decay / factor, "rate_factor": factor}
@@ -101,14 +103,27 @@ def _rate_factors(
     return {factor: others, math.sqrt(factor): first} if factor != 1 else {1.0: matrices}
 
 
-def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+def _vectors(model: nn.Module) -> set[nn.Parameter]:
+    """Return biases, gains of norms and lambdas. Where each head has its own, a gain or a lambda has two dimensions."""
+    found = {parameter for parameter in model.parameters() if parameter.dim() < 2}
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if type(module).__name__.endswith("Norm"):
+            found |= set(own.values())
+        elif isinstance(module, Attention):
+            found |= {own[name] for name in module.fp32_parameters if name in own}
+    return found
+
+
+def _hidden_matrices(model: nn.Module, vectors: set[nn.Parameter]) -> list[nn.Parameter]:
     """Return the trainable matrices of at least two rows and columns, without embedding and output layer."""
     ends: Any = model
     outer = {id(end.weight) for end in (ends.get_input_embeddings(), ends.get_output_embeddings())}
     return [
         parameter
         for parameter in model.parameters()
-        if parameter.requires_grad and parameter.dim() == 2 and min(parameter.shape) > 1 and id(parameter) not in outer
+        if parameter.requires_grad and parameter.dim() == 2 and parameter not in vectors
+        if min(parameter.shape) > 1 and id(parameter) not in outer
     ]
 
 
