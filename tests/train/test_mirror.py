@@ -9,6 +9,7 @@ from difftransformer.data import Shards
 from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.train import Interrupted, checkpoints
 from difftransformer.train.config import CheckpointConfig
+from tests.support import parallel_steps
 from tests.train.test_resume import stop_after
 
 
@@ -56,3 +57,35 @@ def test_a_store_that_fails_is_a_warning(tmp_path, train_toy, monkeypatch):
     assert "\n" not in str(met.value)
     with pytest.raises(ConfigError, match="nosuch://b/r/checkpoints cannot be opened"):
         train_toy(tmp_path / "other", steps=1, checkpoint=CheckpointConfig(mirror="nosuch://b/r"))
+
+
+WAITS = """
+    import os, sys, time
+    from pathlib import Path
+    from types import SimpleNamespace
+    from difftransformer.stores import Store
+    from difftransformer.train.mirror import Mirror
+    from difftransformer.train.parallel import joined
+
+    put, run = Store.put, Path(sys.argv[1])
+
+    def slow_put(*given):
+        time.sleep(2)
+        put(*given)
+        (run / "copied").touch()
+
+    Store.put = slow_put
+    with joined("cpu") as processes:
+        saved = SimpleNamespace(folder=run, step=3, processes=processes, finish_saving=lambda: True)
+        Mirror(f"file://{run}/store").on_checkpoint(saved)
+        print((run / "copied").exists(), flush=True)
+    os._exit(0)
+"""
+
+
+def test_other_processes_wait_for_the_copy(plain_run, tmp_path):
+    """They would go on into the next step's collectives, which time out."""
+    shutil.copytree(plain_run, tmp_path / "run")
+    done = [worker.finish() for worker in parallel_steps.start_code(2, WAITS, tmp_path / "run")]
+    assert [worker.returncode for worker in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert [worker.stdout.split() for worker in done] == [["True"], ["True"]]

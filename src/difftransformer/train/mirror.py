@@ -47,8 +47,10 @@ class Mirror(Callback):
 
     def on_checkpoint(self, trainer: Trainer) -> None:
         """Copy the checkpoint of a step."""
-        if not trainer.finish_saving() or not trainer.processes.is_first:
-            return
+        if trainer.finish_saving():
+            trainer.processes.broadcast(lambda: self._copy_if_possible(trainer))  # the others wait as long as it takes
+
+    def _copy_if_possible(self, trainer: Trainer) -> None:
         try:
             self._copy(trainer.folder, folder_of_step(trainer.folder, trainer.step))
         except (CheckpointError, OSError) as error:
