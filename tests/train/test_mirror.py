@@ -1,5 +1,6 @@
 """A run and its shards in an object store: on another machine it continues bitwise from the newest whole checkpoint there."""
 
+import dataclasses
 import shutil
 
 import fsspec
@@ -9,6 +10,7 @@ from difftransformer.data import Shards
 from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.train import Interrupted, checkpoints
 from difftransformer.train.config import CheckpointConfig
+from difftransformer_lab.studies import start_run, train_run
 from tests.support import parallel_steps
 from tests.train.test_resume import stop_after
 
@@ -40,6 +42,55 @@ def test_a_lost_machine_continues_from_the_store(store, tmp_path, train_toy, toy
     assert {path.rpartition("/")[2]: fs.cat_file(path) for path in there} == files[0]
 
 
+@pytest.fixture
+def steps_there():
+    """URL of a run -> the steps of its checkpoints in the store."""
+
+    def list_steps(url):
+        fs, root = fsspec.core.url_to_fs(url)
+        return [int(path.rpartition("-")[2]) for path in sorted(fs.glob(f"{root}/checkpoints/*"))]
+
+    return list_steps
+
+
+def test_another_machine_keeps_what_the_first_one_kept(tmp_path, train_toy, steps_there):
+    """It has the newest checkpoint alone. One of a later step, of a machine that came further, is left too."""
+    url = "memory://kept/run"
+    fields = {"checkpoint": CheckpointConfig(mirror=url), "checkpoint_every": 1, "keep_checkpoints": 2}
+    fields |= {"keep_every": 4, "keep_steps": [1]}
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "first", **fields, on_metrics=stop_after(5))
+    assert steps_there(url) == [1, 4, 5]
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "second", **fields, on_metrics=stop_after(7))
+    assert steps_there(url) == [1, 4, 6, 7]
+    shutil.rmtree(tmp_path / "first" / "checkpoints" / "step-000005")
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "first", **fields, on_metrics=stop_after(6))
+    assert steps_there(url) == [1, 4, 5, 6, 7]
+    train_toy(tmp_path / "second", **fields)
+    assert steps_there(url) == [1, 4, 7, 8]
+
+
+def test_a_branch_continues_from_the_store(tmp_path, toy_recipe, toy_shards, plain_run, steps_there):
+    """And not from where it left the other run."""
+    url = "memory://branch/run"
+    training = dataclasses.replace(toy_recipe.training, checkpoint=CheckpointConfig(mirror=url), keep_checkpoints=1)
+    branch_from = str(plain_run / "checkpoints" / "step-000003")
+    recipe = dataclasses.replace(toy_recipe, training=training, branch_from=branch_from)
+    start_run(tmp_path / "first", recipe)
+    assert [path.name for path in checkpoints(tmp_path / "first")] == ["step-000003"]
+    with pytest.raises(Interrupted):
+        train_run(tmp_path / "first", recipe, toy_shards, on_metrics=stop_after(5))
+    assert steps_there(url) == [5]
+    start_run(tmp_path / "second", recipe)
+    assert [path.name for path in checkpoints(tmp_path / "second")] == ["step-000005"]
+    train_run(tmp_path / "second", recipe, toy_shards)
+    weights = [(run / "checkpoints" / "step-000008" / "model.safetensors") for run in (tmp_path / "second", plain_run)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert steps_there(url) == [8]
+
+
 def test_a_store_that_fails_is_a_warning(tmp_path, train_toy, monkeypatch):
     fs = fsspec.filesystem("memory")
     monkeypatch.setattr(fs, "put_file", lambda *given, **options: (_ for _ in ()).throw(PermissionError("not allowed")))
@@ -64,6 +115,7 @@ WAITS = """
     from pathlib import Path
     from types import SimpleNamespace
     from difftransformer.stores import Store
+    from difftransformer.train.config import TrainingConfig
     from difftransformer.train.mirror import Mirror
     from difftransformer.train.parallel import joined
 
@@ -76,7 +128,8 @@ WAITS = """
 
     Store.put = slow_put
     with joined("cpu") as processes:
-        saved = SimpleNamespace(folder=run, step=3, processes=processes, finish_saving=lambda: True)
+        config = TrainingConfig(steps=8, batch_tokens=64, context_stages=[(0, 64)])
+        saved = SimpleNamespace(folder=run, step=3, config=config, processes=processes, finish_saving=lambda: True)
         Mirror(f"file://{run}/store").on_checkpoint(saved)
         print((run / "copied").exists(), flush=True)
     os._exit(0)

@@ -34,7 +34,7 @@ def fetch(url: str, run: Path) -> Path | None:
 
 
 class Mirror(Callback):
-    """Copies each checkpoint of a run to a store, and deletes there those that the run no longer keeps.
+    """Copies each checkpoint of a run to a store, and deletes there those that its configuration no longer keeps.
 
     Training waits for the copy. A fault of the store is a warning, and the next checkpoint is copied again.
 
@@ -52,18 +52,20 @@ class Mirror(Callback):
 
     def _copy_if_possible(self, trainer: Trainer) -> None:
         try:
-            self._copy(trainer.folder, folder_of_step(trainer.folder, trainer.step))
+            self._copy(trainer)
         except (CheckpointError, OSError) as error:
             warnings.warn(f"the checkpoint was not copied, and training goes on: {error}", stacklevel=2)
 
-    def _copy(self, run: Path, checkpoint: Path) -> None:
+    def _copy(self, trainer: Trainer) -> None:
+        run, now = trainer.folder, trainer.step
         Store(self._url, error=CheckpointError).write(METRICS_FILE, (run / METRICS_FILE).read_bytes())
         store = _checkpoint_store(self._url)
-        there = {folder_of_step(run, step) for step in _steps(store)}
-        if checkpoint not in there:
+        there, checkpoint = _steps(store), folder_of_step(run, now)
+        if now not in there:
             store.put(checkpoint, checkpoint.name, STATE_FILE)
-        for old in there - set(checkpoints(run)):
-            store.delete(old.name, STATE_FILE)
+        # By steps, since the run folder may lack what another machine kept.
+        for old in trainer.config.retired({*there, now}, now):
+            store.delete(folder_of_step(run, old).name, STATE_FILE)
 
 
 def _checkpoint_store(url: str) -> Store:

@@ -21,6 +21,7 @@ from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausa
 from difftransformer.train import Interrupted, checkpoints, train
 from difftransformer.train.checkpoint import folder_of_step, latest_checkpoint, step_of, verify_checkpoint
 from difftransformer.train.metrics import METRICS_FILE
+from difftransformer.train.mirror import fetch
 from difftransformer.train.optim import stable_steps
 from difftransformer.train.parallel import DeferredModel, Mesh, Processes
 from difftransformer.train.run_summary import RECIPE_FILE
@@ -46,10 +47,11 @@ def start_run(folder: Path, recipe: Recipe) -> None:
             go on from is missing or damaged.
         ConfigError: It is not before the last step.
     """
-    path = folder / RECIPE_FILE
+    path, mirror = folder / RECIPE_FILE, recipe.training.checkpoint.mirror
+    continued = None if mirror is None else fetch(mirror, folder)
     if not path.exists() or not checkpoints(folder):
         save_recipe(recipe, path)
-        if recipe.branch_from is not None:
+        if recipe.branch_from is not None and continued is None:
             _copy_checkpoint(Path(recipe.branch_from), folder, recipe.training.steps)
         return
     there = load_recipe(path)
