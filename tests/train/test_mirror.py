@@ -1,6 +1,7 @@
 """A run and its shards in an object store: on another machine it continues bitwise from the newest whole checkpoint there."""
 
 import dataclasses
+import re
 import shutil
 
 import fsspec
@@ -10,7 +11,8 @@ from difftransformer.data import Shards
 from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.train import Interrupted, checkpoints
 from difftransformer.train.config import CheckpointConfig
-from difftransformer_lab.studies import start_run, train_run
+from difftransformer_lab.studies import load_recipe, start_run, study, train_run
+from difftransformer_lab.studies.comparison import comparison
 from tests.support import parallel_steps
 from tests.train.test_resume import stop_after
 
@@ -89,6 +91,47 @@ def test_a_branch_continues_from_the_store(tmp_path, toy_recipe, toy_shards, pla
     weights = [(run / "checkpoints" / "step-000008" / "model.safetensors") for run in (tmp_path / "second", plain_run)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert steps_there(url) == [8]
+
+
+def test_the_run_of_another_recipe_is_refused(tmp_path, toy_recipe, toy_shards):
+    """Before anything is copied. What belongs to the machine may change."""
+
+    def recipe(**fields):
+        training = dataclasses.replace(toy_recipe.training, steps=2, **fields)
+        return dataclasses.replace(toy_recipe, training=training)
+
+    url = "memory://recipes/run"
+    mirrored = {"checkpoint": CheckpointConfig(mirror=url)}
+    start_run(tmp_path / "first", recipe(**mirrored))
+    train_run(tmp_path / "first", recipe(**mirrored), toy_shards)
+    faster = dataclasses.replace(toy_recipe.training.optimizer, learning_rate=0.5)
+    rate = toy_recipe.training.optimizer.learning_rate
+    words = f"{url}: holds a run of another recipe (training.optimizer.learning_rate was {rate} and is now 0.5)"
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        start_run(tmp_path / "second", recipe(**mirrored, optimizer=faster))
+    assert list((tmp_path / "second").iterdir()) == []
+    start_run(tmp_path / "second", recipe(**mirrored, keep_every=1))
+    assert [path.name for path in checkpoints(tmp_path / "second")] == ["step-000002"]
+    assert load_recipe(tmp_path / "second" / "config.yaml") == recipe(**mirrored, keep_every=1)
+
+
+def test_a_store_without_a_recipe_is_refused(tmp_path, toy_recipe, train_toy):
+    mirrored = {"steps": 2, "checkpoint": CheckpointConfig(mirror="memory://plain/run")}
+    train_toy(tmp_path / "first", **mirrored)
+    recipe = dataclasses.replace(toy_recipe, training=dataclasses.replace(toy_recipe.training, **mirrored))
+    with pytest.raises(CheckpointError, match=r"memory://plain/run/config.yaml: not found"):
+        start_run(tmp_path / "second", recipe)
+
+
+def test_each_run_of_a_comparison_has_its_own_folder_in_the_store(tmp_path, toy_recipe, monkeypatch):
+    folders = []
+    monkeypatch.setattr(study, "run_jobs", lambda jobs, **options: folders.extend(job.folder for job in jobs))
+    training = dataclasses.replace(toy_recipe.training, checkpoint=CheckpointConfig(mirror="memory://many/runs/"))
+    recipe = dataclasses.replace(toy_recipe, training=training)
+    study.Study(comparison(recipe), tmp_path, alone=True).train(tmp_path, at_once=1)
+    mirrors = {load_recipe(folder / "config.yaml").training.checkpoint.mirror for folder in folders}
+    names = ("diff-seed0", "diff-seed1", "softmax-seed0", "softmax-seed1")
+    assert mirrors == {f"memory://many/runs/{name}" for name in names}
 
 
 def test_a_store_that_fails_is_a_warning(tmp_path, train_toy, monkeypatch):

@@ -1,33 +1,49 @@
-"""A copy of a run in an object store, such as s3://bucket/run: checkpoints and metrics.
+"""A copy of a run in an object store, such as s3://bucket/run: checkpoints, metrics and recipe.
 
 Runs train in a local folder. A whole checkpoint is copied, state.json last, so one that has it in the store is whole.
 """
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..stores import Store
 from .checkpoint import STATE_FILE, checkpoints, folder_of_step, step_of
 from .metrics import METRICS_FILE
+from .run_summary import RECIPE_FILE
 from .trainer import Callback, Trainer
 
 
-def fetch(url: str, run: Path) -> Path | None:
+def fetch(url: str, run: Path, check: Callable[[Path], object] | None = None) -> Path | None:
     """Copy the newest checkpoint of a store, and the metrics, into a run folder that has none; return the checkpoint.
 
+    Args:
+        url: Folder of the run in the store.
+        run: The run folder.
+        check: Raises an error if a recipe is not the run's. It gets a copy of the store's, which is then the folder's. None
+            for a run without a recipe.
+
     Raises:
-        CheckpointError: The store cannot be read.
+        CheckpointError: The store cannot be read, or has no recipe to check.
         ConfigError: See `Store`.
     """
     if checkpoints(run):
         return None
-    store = _checkpoint_store(url)
+    whole, store = Store(url, error=CheckpointError), _checkpoint_store(url)
     steps = _steps(store)
     if not steps:
         return None
     run.mkdir(parents=True, exist_ok=True)
-    (run / METRICS_FILE).write_bytes(Store(url, error=CheckpointError).read(METRICS_FILE))
+    if check is not None:
+        recipe = run / f".{RECIPE_FILE}.tmp"
+        recipe.write_bytes(whole.read(RECIPE_FILE))
+        try:
+            check(recipe)
+            recipe.replace(run / RECIPE_FILE)
+        finally:
+            recipe.unlink(missing_ok=True)
+    (run / METRICS_FILE).write_bytes(whole.read(METRICS_FILE))
     newest = folder_of_step(run, max(steps))
     store.get(newest.name, newest)
     return newest
@@ -58,7 +74,9 @@ class Mirror(Callback):
 
     def _copy(self, trainer: Trainer) -> None:
         run, now = trainer.folder, trainer.step
-        Store(self._url, error=CheckpointError).write(METRICS_FILE, (run / METRICS_FILE).read_bytes())
+        for name in (RECIPE_FILE, METRICS_FILE):
+            if (run / name).exists():
+                Store(self._url, error=CheckpointError).write(name, (run / name).read_bytes())
         store = _checkpoint_store(self._url)
         there, checkpoint = _steps(store), folder_of_step(run, now)
         if now not in there:

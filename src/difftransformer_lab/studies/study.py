@@ -261,10 +261,10 @@ class Study:
                 other.expected_seconds = self.store.seconds(by_folder[other.folder], here)
 
         for run in missing.values():
-            prepared = self.prepared(run)
             where = self.store.run_folder(run, folder)
+            prepared = self.prepared(run)
             with locked(where, wait=True):  # a run of a study that was killed ends soon
-                start_run(where, prepared.recipe)
+                start_run(where, prepared.recipe.mirrored_below(where.name))
             by_folder[where] = run
             job = Job(
                 label=run.title,
