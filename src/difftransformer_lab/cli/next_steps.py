@@ -1,13 +1,16 @@
 """Which command comes after another: the last line that a command prints where it ended well."""
 
+import importlib
+import inspect
+import json
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from difftransformer.errors import ConfigError
+from difftransformer.reading import parse_yaml
 
-from ..recipe_files import read_recipe
 from .console import show
 
 MORE_SEEDS = 2
@@ -29,25 +32,29 @@ def _words(verb: str, values: Mapping[str, Any]) -> list[str]:
     out: Any = values.get("out")
     recipe: Any = values.get("recipe")
     model: Any = values.get("model") or next(iter(values.get("models") or ()), None)
+    changes = [word for change in values.get("set") or () for word in ("--set", change)]
     match verb:
         case "plan":
-            return ["train", recipe]
+            return ["train", recipe, *changes]
         case "train" if values["dry_run"]:
             from ..studies import load_recipe
 
-            changes = [word for change in values["set"] or () for word in ("--set", change)]
-            return [] if load_recipe(recipe, values["set"]).missing() else ["train", recipe, *changes]
+            return [] if load_recipe(recipe, values["set"]).missing() else _again("train", values, dry_run=False)
         case "train":
-            return ["eval", out or f"runs/{read_recipe(recipe)['name']}"]
+            from ..studies import load_recipe
+
+            return ["eval", out or f"runs/{load_recipe(recipe, values['set']).name}", *_device(values)]
         case "tokenize":
-            return ["train", "demo", "--set", f"data.source={values['source']}"]
+            return ["train", "demo", *_data(values)]
         case "demo":
             return ["compare", "demo", "--out", "reports/demo-full"]
         case "compare":
-            seeds = values["seeds"] or read_recipe(recipe).get("compare", {}).get("seeds", 1)
-            return ["compare", recipe, "--seeds", str(seeds + MORE_SEEDS), *(["--out", out] if out else [])]
+            from ..studies import load_recipe
+
+            seeds = values["seeds"] or load_recipe(recipe, values["set"]).compare.seeds
+            return _again("compare", values, seeds=seeds + MORE_SEEDS)
         case "study" if values["dry_run"]:
-            return ["study", values["study"], "--preset", values["preset"]]
+            return _again("study", values, dry_run=False)
         case "study":
             return ["report", values["results"]]
         case "report":
@@ -59,15 +66,53 @@ def _words(verb: str, values: Mapping[str, Any]) -> list[str]:
         case "export":
             return ["check", "causality", out]
         case "check causality":
-            return ["eval", "needle", model]
+            return ["eval", "needle", model, *_device(values)]
         case "generate" | "eval":
-            return ["maps", model]
+            return ["maps", model, *_device(values)]
         case "maps":
-            return ["eval", "needle", model, *([values["beside"]] if values["beside"] else [])]
+            return ["eval", "needle", model, *([values["beside"]] if values["beside"] else []), *_device(values)]
         case "info" if recipe is None and str(values.get("model", "")).endswith((".yaml", ".yml")):
             return ["train", values["model"]]
         case "doctor" | "build-kernels":
             return ["demo"]
         case _ if verb.startswith("eval "):
-            return ["maps", model]
+            return ["maps", model, *_device(values)]
     return []
+
+
+def _again(verb: str, values: Mapping[str, Any], **changed: Any) -> list[str]:
+    """Return the words of the command that has ended, with other values of some arguments."""
+    words = [verb]
+    for name, argument in inspect.signature(importlib.import_module(f".{verb}", __package__).run).parameters.items():
+        value, flag = (dict(values) | changed).get(name, argument.default), f"--{name.replace('_', '-')}"
+        if argument.default is argument.empty:
+            words.append(str(value))
+        elif isinstance(value, list):
+            words += [word for one in value for word in (flag, str(one))]
+        elif value != argument.default:
+            words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def _device(values: Mapping[str, Any]) -> list[str]:
+    return [] if values.get("device", "cpu") == "cpu" else ["--device", values["device"]]
+
+
+def _data(values: Mapping[str, Any]) -> list[str]:
+    """Return the changes of the recipe `demo` with which it reads the shards that `tokenize` has made."""
+    from difftransformer.data import DataConfig
+
+    from ..studies import load_recipe
+
+    own = {name: values[name] for name in ("source", "tokenizer", "vocab_size", "validation_share", "split_seed")}
+    made, read = DataConfig(**own, folder=values["out"]), load_recipe("demo").data
+    different = {name: value for name, value in vars(made).items() if value != getattr(read, name)}
+    return [word for name, value in different.items() for word in ("--set", f"data.{name}={_as_yaml(value)}")]
+
+
+def _as_yaml(value: Any) -> str:
+    """Return the shortest text that YAML reads as a value."""
+    with suppress(ValueError):
+        if parse_yaml(str(value)) == value:
+            return str(value)
+    return json.dumps(value)
