@@ -53,7 +53,9 @@ def test_one_model(llama, text, tmp_path, capfd):
     ((), f"--to is missing; choose one of {KINDS}"),
     (("--to", "diffs"), f"--to 'diffs' is unknown; choose one of {KINDS}"),
     (("--to", "diff,dex"), "several are made with --train only"),
-    (("--to", "diff", "--head_norm", "gain"), "a headwise norm discards the size of each row"),
+    (("--train", "recipes/upcycle.yaml", "--seed", "3"), "--seed is not used with --train; leave it out"),
+   (("--to", "diff", "--set", "training.steps=3"), "--set training.steps=3: changes the recipe of --train; give one"),
+   (("--to", "diff", "--head_norm", "gain"), "a headwise norm discards the size of each row"),
     (("--to", "diff", "--text", "nowhere.txt"), "no such file or folder"),
 ])  # fmt: skip
 def test_refusals(words, message, llama, tmp_path, fails):

@@ -281,6 +281,7 @@ def test_a_plan_is_registered_only_if_every_run_began_after_its_commit():
     runs = evidence.runs["diff", ()]
     runs[2007] = dataclasses.replace(runs[2007], created="2025-12-31T00:00:00+00:00")
     runs[2008] = dataclasses.replace(runs[2008], created="2025-12-30T12:02:00+00:00")
+    runs[2007] = dataclasses.replace(runs[2007], began="2025-12-31T12:00:00+00:00", created="2026-01-02T00:00:00+00:00")
     in_no_contrast = dataclasses.replace(runs[2000], created="2025-01-01T00:00:00+00:00")
     evidence.runs["v2", ()][2000] = in_no_contrast
     found = studied(evidence).registration

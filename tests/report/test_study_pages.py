@@ -214,8 +214,8 @@ def confirming(seen, *contrasts, at="2026-01-01T00:00:00Z", noise=0.02, seeds=12
     (0.5, 0.5, 0.1, {}, "no difference as large as the paper's"),
     (0.55, 0.5, 0.1, {}, "no difference as large as the paper's"),  # though it is above zero
     (0.5, 0.5, None, {"noise": 0.2}, "tested, not decided"),
-    (0.9, 0.1, 0.1, {"at": "2026-01-03T00:00:00Z"}, "not run yet"),  # the plan is younger than its runs
-    (0.9, 0.1, 0.1, {"seeds": 11}, "not run yet"),
+    (0.9, 0.1, 0.1, {"at": "2026-01-03T00:00:00Z"}, "planned, not decided"),  # the plan is younger than its runs
+    (0.9, 0.1, 0.1, {"seeds": 11}, "planned, not decided"),
 ])  # fmt: skip
 def test_the_state_of_a_claim_follows_from_a_registered_contrast(diff, twin, smallest, parts, state):
     contrast = dataclasses.replace(PRIMARY, smallest=smallest)
@@ -245,6 +245,14 @@ def test_claims_for_and_against_are_mixed_for_and_small_are_in_part_and_others_s
     seen = {"diff": 0.9, "wide": 0.1, "twin": 0.1}
     (judged,) = judge([dataclasses.replace(CLAIM, beside=[beside])], [studied(confirming(seen, PRIMARY, SECOND))])
     assert [said.vote for said in judged.evident] == ["for", "beside"]
+    alone = Claim(claim="c", paper="p", beside=[beside])
+    assert judge([alone], [studied(confirming(seen, PRIMARY, SECOND))])[0].state == "no contrast of its own"
+    unrun = dataclasses.replace(SECOND, first_seed=3000)
+    assert judge([alone], [studied(confirming(seen, PRIMARY, unrun))])[0].state == "not run yet"
+    later = dataclasses.replace(CLAIM, tests=[ClaimTest(study="controls", contrast="DIFF minus WIDE", favours="above")])
+    first = dataclasses.replace(PRIMARY, terms=[TWIN, dataclasses.replace(WIDE, weight=1)], smallest=None)
+    stopped = confirming(seen, first, SECOND)
+    assert judge([later], [studied(stopped)])[0].state == "planned, not decided"
     assert judged.evident[1].words.startswith("DIFF minus WIDE: +0.")
 
 

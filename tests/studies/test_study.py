@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from datetime import datetime
+from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -245,6 +245,36 @@ def test_which_records_are_used(design, trained, tmp_path, document, caplog):
     assert None not in study.files(study.design.reported())
 
 
+def test_a_record_made_again_says_when_the_run_began(design, trained, tmp_path, document):
+    document["axes"] = {}
+    Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1)
+    (folder, _) = sorted((tmp_path / "out" / "runs").iterdir())
+    (folder / "began").write_text("2026-01-02T03:04:05+00:00")
+    index = Study(design(), tmp_path / "others").train(tmp_path / "out", at_once=1)
+    assert len(trained) == 2  # nothing was trained again
+    record, other = (read_result(tmp_path / "others" / "small" / one.file, RunRecord) for one in index.members)
+    assert record.start == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert other.began
+    assert datetime.fromisoformat(other.began) <= datetime.fromisoformat(other.created)
+
+
+def test_rates_are_kept_where_the_data_are_others(design, trained, tmp_path, document, monkeypatch):
+    """A machine with other text goes on with the rates that were chosen, and tunes the arms that have none."""
+    document["axes"] = {}
+    document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-3, 1.0e-2], "seeds": 1}
+    results = tmp_path / "results"
+    study = Study(design(), results)
+    study._train([run for run in study.design.tuning if run.arm == "twin"], tmp_path / "out", 1, "cpu")
+    assert {rate.arm for rate in study.rates()} == {"twin"}
+    monkeypatch.setattr(Study, "_data_sha256", lambda self, shards: "of another machine")
+    elsewhere = Study(design(), results)
+    assert {rate.arm for rate in elsewhere.rates()} == {"twin"}
+    trained.clear()
+    elsewhere.train(tmp_path / "elsewhere", at_once=1)
+    assert [title for title in trained if "learning rate" in title and title.startswith("Transformer")] == []
+    assert {rate.arm for rate in elsewhere.rates()} == {"diff", "twin"}
+
+
 def test_a_recipe_chooses_the_dtype_of_evaluations(document, design, trained, tmp_path):
     document["axes"] = {}
     fp32 = {run.identity for run in design().reported()}
@@ -392,11 +422,22 @@ def test_a_question_does_not_wait_for_the_rates_of_another(design, document, pla
     ({"terms": [{"arms": ["diff"], "weight": 1, "at": {"needle": "one"}}]}, "at: unknown key; did you mean needles", ),
     ({"terms": [{"arms": ["diff"], "weight": 1, "at": {"needles": "ten"}}]}, "at.needles: unknown key"),
     ({"terms": []}, "a term without arms"),
+    ({"smallest": 0.1, "within": ""}, "smallest without within"),
 ])  # fmt: skip
 def test_plans_that_do_not_fit(design, plan, fields, message):
     plan(planned(**fields))
     with pytest.raises(ConfigError, match=message):
         design()
+
+
+def test_no_option_asks_for_other_runs_than_a_plan(design, document, plan):
+    plan(planned())
+    for options, given in (({"seeds": 3}, "--seeds 3"), ({"changes": ["training.steps=5"]}, "--set training.steps=5")):
+        with pytest.raises(ConfigError, match=f"{given}: laptop follows the plan .*plan.yaml, which says what is run"):
+            design(**options)
+    assert len(design(changes=["data.folder=elsewhere"]).reported()) == 4  # the same runs
+    del document["presets"]["laptop"]["plan"]
+    assert design(changes=["training.steps=5"]).command.endswith("--preset laptop --set training.steps=5")
 
 
 def test_a_plan_twice_or_of_another_study(design, document, plan):

@@ -15,10 +15,10 @@ def run(
     out: str,
     to: str | None = None,
     train: str | None = None,
-    text: str = "python-stdlib",
-    tokens: int = 256,
+    text: str | None = None,
+    tokens: int | None = None,
     head_norm: str | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     set: list[str] | None = None,
 ) -> int:
     """Make a pretrained language model differential without changing what it computes, and report that it did not.
@@ -28,12 +28,12 @@ def run(
         out: New or empty folder for the model. With --train, the folder of the study.
         to: diff, diff_v2, grouped_diff, grouped_diff_v2, dex, or softmax for the plain model, in this package's layout if it
             is a Llama or Mistral; softmax+TYPE for the plain model with MLPs wider by as many parameters as TYPE adds; with
-            --train several, separated by commas.
+            --train several, separated by commas (default diff,diff_v2,dex).
         train: Recipe to train each model and the unconverted one with; they are evaluated before and after.
-        text: Text for the comparison of logits: a text file or any source of a recipe.
-        tokens: Number of tokens to compare; 0 leaves the comparison out.
+        text: Text for the comparison of logits: a text file or any source of a recipe (default python-stdlib).
+        tokens: Number of tokens to compare (default 256); 0 leaves the comparison out.
         head_norm: none; anything else is refused, since a headwise norm would change what the model computes.
-        seed: Seed of the random start of new parameters.
+        seed: Seed of the random start of new parameters (default 0).
     """
     check_model(model)
     import torch
@@ -50,7 +50,13 @@ def run(
     for kind in kinds:
         check_target(kind)
     if train is not None:
+        alone = {"--text": text, "--tokens": tokens, "--head-norm": head_norm, "--seed": seed}
+        if given := [option for option, value in alone.items() if value is not None]:
+            raise ConfigError(f"{given[0]} is not used with --train; leave it out")
         return _study(model, Path(out), kinds, train, set or [])
+    if set:
+        raise ConfigError(f"--set {set[0]}: changes the recipe of --train; give one")
+    text, tokens = text or "python-stdlib", 256 if tokens is None else tokens
     if len(kinds) > 1:
         raise ConfigError(f"--to {to}: several are made with --train only; choose one of {', '.join(targets())}")
     with source_folder(model) as source:
@@ -61,7 +67,7 @@ def run(
                 ids += tokenizer.encode(document.text)
                 if len(ids) >= tokens:
                     break
-        done = upcycle_folder(source, out, to=kinds[0], head_norm=head_norm, seed=seed)
+        done = upcycle_folder(source, out, to=kinds[0], head_norm=head_norm, seed=seed or 0)
         for note in done.converted.notes:
             log(note)
         share = done.added_parameters / (done.parameters - done.added_parameters)

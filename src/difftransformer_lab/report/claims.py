@@ -33,10 +33,12 @@ ClaimState = Literal[
     "tested, not decided",
     "explored, not confirmed",
     "not tested with enough power",
+    "planned, not decided",
+    "no contrast of its own",
     "not run yet",
     "not testable here",
 ]
-Vote = Literal["for", "against", "small", "open", "planned", "explored", "too little power", "beside"]
+Vote = Literal["for", "against", "small", "open", "planned", "explored", "too little power", "beside", "not run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,8 @@ def _state(claim: Claim, votes: set[Vote]) -> ClaimState:
         "open": "tested, not decided",
         "explored": "explored, not confirmed",
         "too little power": "not tested with enough power",
+        "planned": "planned, not decided",
+        "beside": "no contrast of its own",
     }
     return next((state for vote, state in rest.items() if vote in votes), "not run yet")
 
@@ -139,17 +143,21 @@ def _planned(named: Named, studies: Sequence[Studied]) -> Iterator[Evident]:
         for finding in study.findings if study.evidence.index.name == named.study else ():
             if finding.contrast.name == named.contrast:
                 assert study.registration is not None
-                vote = _vote(study.registration, finding, named) if isinstance(named, ClaimTest) else "beside"
+                vote = _vote(study.registration, finding, named)
                 yield Evident(study=study, words=finding_words(finding, study.registration), vote=vote)
 
 
-def _vote(registration: Registration, finding: Finding, test: ClaimTest) -> Vote:
+def _vote(registration: Registration, finding: Finding, named: Named) -> Vote:
+    if not finding.values:
+        return "not run"
+    if not isinstance(named, ClaimTest):
+        return "beside"
     if not registration.is_registered:
         return "planned"
     if finding.state in DECIDED and finding.is_small:
         return "small"
     if finding.state in ("above", "below"):
-        return "for" if finding.state == test.favours else "against"
+        return "for" if finding.state == named.favours else "against"
     others: dict[str, Vote] = {"open": "open", "too few seeds": "too little power"}
     return others.get(finding.state, "planned")
 

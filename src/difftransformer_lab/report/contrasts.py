@@ -12,7 +12,6 @@ decided to lie within its smallest effect, the next one is a test of its own at 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
 from itertools import product
 from typing import Literal
 
@@ -29,6 +28,7 @@ from ..results import (
     figure_of,
     groups_of,
     measured,
+    utc,
 )
 from ..statistics import log_odds, paired_difference, sign_flip, welch
 from .comparisons import in_direction
@@ -126,9 +126,9 @@ def registration(evidence: Evidence, tested: list[Finding]) -> Registration:
     assert plan is not None
     if not plan.commit or not plan.committed:
         return Registration(why_not=f"{plan.file} is in no commit with this content.")
-    committed = _time(plan.committed)
+    committed = utc(plan.committed)
     runs = dict(pair for one in tested for pair in _used(evidence, one))
-    used = {file: _time(run.created) - timedelta(seconds=run.total_seconds) for file, run in runs.items()}
+    used = {file: run.start for file, run in runs.items()}
     older = [(began, file) for file, began in used.items() if began <= committed]
     if not older:
         return Registration()
@@ -247,8 +247,3 @@ def _used(evidence: Evidence, one: Finding) -> Iterator[tuple[str, RunRecord]]:
         run = evidence.at(arm, point).get(seed)
         if run is not None:
             yield evidence.files[arm, point, seed], run
-
-
-def _time(text: str) -> datetime:
-    time = datetime.fromisoformat(text)
-    return time if time.tzinfo else time.replace(tzinfo=UTC)

@@ -31,6 +31,7 @@ from .studies import (
     headline_figures,
     measured,
     reached_at,
+    utc,
 )
 from .tasks import (
     DataIdentity,

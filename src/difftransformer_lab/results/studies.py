@@ -5,6 +5,7 @@ A run's file knows nothing of studies, so that several studies may share it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from .base import Environment
@@ -24,12 +25,20 @@ class RunFigure:
     n: int
 
 
+def utc(text: str) -> datetime:
+    """Read a time, in UTC where it names no zone."""
+    time = datetime.fromisoformat(text)
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One trained and evaluated run.
 
     Attributes:
         data_sha256: SHA-256 of the tokenised text and the tokenizer.
+        created: When the record was made.
+        began: When the run was first started; empty in records of earlier versions.
         train_seconds: Time spent in training steps.
         step_seconds: Median time of a step.
         total_seconds: Time from the start of the process to its end, evaluation included.
@@ -50,6 +59,14 @@ class RunRecord:
     figures: list[RunFigure]
     curves: dict[str, Curve]
     evaluations: dict[str, TaskResult] = field(default_factory=dict)
+    began: str = ""
+
+    @property
+    def start(self) -> datetime:
+        """When the run was first started: as recorded, else `total_seconds` before its record."""
+        if self.began:
+            return utc(self.began)
+        return utc(self.created) - timedelta(seconds=self.total_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

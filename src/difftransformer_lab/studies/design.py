@@ -4,6 +4,7 @@ import copy
 import hashlib
 import itertools
 import json
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -258,6 +259,7 @@ class Design:
         self.plan = load_plan(self.preset.plan) if self.preset.plan else None
         if self.plan is not None:
             self._check_plan()
+            self._check_followed()
         self.reported()  # every recipe is checked before anything is trained
 
     def run(
@@ -362,6 +364,27 @@ class Design:
             for seed, ((arm, _), point) in itertools.product(contrast.every_seed, points.items()):
                 runs.setdefault((arm, place(point), seed), self.run(arm, point, seed, known[arm, place(point)]))
         return list(runs.values())
+
+    @property
+    def command(self) -> str:
+        """The command that makes the runs."""
+        sets = [word for change in self._changes for word in ("--set", change)]
+        return shlex.join(["difftransformer", "study", self.config.name, "--preset", self.name, *sets])
+
+    def _check_followed(self) -> None:
+        """Check that no option asks for other runs than the plan does.
+
+        Raises:
+            ConfigError: One does.
+        """
+        advice = f"{self.name} follows the plan {self.preset.plan}, which says what is run; change a copy of the study's file"
+        if self._seeds is not None:
+            raise ConfigError(f"--seeds {self._seeds}: {advice}")
+        if self._changes:
+            planned = Design(self.config, self.name, document=self._document)
+            runs = (design.run(self.arms[0], self.points[0], 0).identity for design in (self, planned))
+            if len({*runs}) > 1:
+                raise ConfigError(f"--set {self._changes[0]}: {advice}")
 
     def _check_plan(self) -> None:
         """Check that the plan is of this study and names what it has.

@@ -36,6 +36,10 @@ def load_plan(name: str) -> StudyPlan:
             )
         if not contrast.terms or not all(term.arms for term in contrast.terms):
             raise ConfigError(f"{where}: a term without arms; name at least one arm in every term")
+        if contrast.smallest is not None and not contrast.within:
+            raise ConfigError(
+                f"{where}: smallest without within; say what it means that the effect is smaller than that"
+            )
     return plan
 
 

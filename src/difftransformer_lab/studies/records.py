@@ -34,7 +34,7 @@ from ..results.curves import spikes
 from .design import Design, PlannedRun, identity, kind, place
 from .environment import environment, now
 from .recipe import Recipe, recipe_from
-from .run import run_results
+from .run import BEGAN_FILE, run_results
 
 logger = logging.getLogger(__name__)
 RUNS = "runs"
@@ -171,6 +171,7 @@ def run_record(
         recipe=portable(recipe),
         data_sha256=shards.manifest.fingerprint,
         created=now(),
+        began=began.read_text(encoding="utf-8") if (began := folder / BEGAN_FILE).exists() else "",
         environment=dataclasses.replace(environment(device), threads=threads),
         parameters=identities[0] if identities else count(config).parameters if config else 0,
         train_tokens=steps[-1].tokens,

@@ -15,7 +15,7 @@ import torch
 
 from difftransformer.data import Shards, Tokenizer, prepare_shards
 from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError
-from difftransformer.files import locked
+from difftransformer.files import locked, write_text_atomically
 from difftransformer.hub import open_deferred
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.train import Interrupted, checkpoints, train
@@ -30,11 +30,15 @@ from difftransformer.typed import ADJUSTABLE, ASIDE, plain
 
 from ..evals.engine import Task
 from ..results import TaskResult
+from .environment import now
 from .evaluation import EvaluateCheckpoints, evaluate_checkpoint, evaluations_folder
 from .recipe import Recipe, load_recipe, save_recipe
 from .tasks import stored_result
 
 logger = logging.getLogger(__name__)
+
+BEGAN_FILE = "began"
+"""The file of a run's folder that says when it was first started."""
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
@@ -207,6 +211,8 @@ def main(arguments: list[str]) -> int:
         shards = prepare_shards(recipe.data, made=made)
         with locked(folder, wait=True):
             if not is_trained(folder, recipe):
+                if not (folder / BEGAN_FILE).exists():
+                    write_text_atomically(folder / BEGAN_FILE, now())
                 share_stable_part(folder, recipe)
                 train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
             newest = checkpoints(folder)[-1]

@@ -125,18 +125,18 @@ class Study:
     def files(self, runs: Sequence[PlannedRun]) -> list[Path | None]:
         """Return the file of each run's record, None for those that are missing.
 
-        All arms of a seed are read from records on the same data: those of this machine, or of another if none is missing
-        there.
+        All arms of a seed are read from records on the same data, and while rates are chosen all rates of one: on the data of
+        this machine, or of another if none is missing there.
         """
         groups: dict[tuple[object, ...], list[PlannedRun]] = {}
         for run in runs:
-            groups.setdefault((run.seed, run.is_tuning, place(run.point)), []).append(run)
+            groups.setdefault(_on_same_data(run), []).append(run)
         data = {}
         for key, group in groups.items():
             here = self.prepared(group[0]).data_sha256
             everywhere = set.intersection(*(self.store.data_of(run) for run in group))
             data[key] = here if here in everywhere or not everywhere else min(everywhere)
-        return [self.store.find(run, data[run.seed, run.is_tuning, place(run.point)]) for run in runs]
+        return [self.store.find(run, data[_on_same_data(run)]) for run in runs]
 
     def rates(self) -> list[ChosenRate]:
         """Return the learning rate with the best mean figure for each arm whose tuning runs are all there.
@@ -204,7 +204,7 @@ class Study:
             members=members,
             planned=self.planned(),
             rates=rates,
-            command=command_line() if self._alone else f"difftransformer study {config.name} --preset {design.name}",
+            command=command_line() if self._alone else design.command,
             plan=None if design.plan is None else registered(design.preset.plan, design.plan),
             changes=design.preset.changes,
             **beside,
@@ -282,3 +282,8 @@ class Study:
         left = sum(not job.done for job in jobs)
         logger.info("training %d runs, %d at a time with %d threads each", left, at_once, threads)
         run_jobs(jobs, at_once=at_once, on_done=keep)
+
+
+def _on_same_data(run: PlannedRun) -> tuple[object, ...]:
+    """Return what runs have in common that are compared with one another."""
+    return run.seed, place(run.point), run.arm if run.is_tuning else None
