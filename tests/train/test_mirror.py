@@ -149,7 +149,7 @@ def test_a_store_that_fails_is_a_warning(tmp_path, train_toy, monkeypatch):
     ) as met:
         train_toy(tmp_path / "third", steps=1, checkpoint=CheckpointConfig(mirror="memory://b/r"))
     assert "\n" not in str(met.value)
-    with pytest.raises(ConfigError, match="nosuch://b/r/checkpoints cannot be opened"):
+    with pytest.raises(ConfigError, match="nosuch://b/r cannot be opened"):
         train_toy(tmp_path / "other", steps=1, checkpoint=CheckpointConfig(mirror="nosuch://b/r"))
 
 

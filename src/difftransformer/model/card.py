@@ -228,7 +228,7 @@ def _usage(head: str, opens_with: OpensWith) -> str:
 def _without_places(value: Any, key: str = "") -> Any:
     """Remove the folders of the training machine and the URLs of stores from a recipe: cards are published."""
     if isinstance(value, Mapping):
-        return {name: _without_places(one, name) for name, one in value.items() if name not in LEFT_OUT}
+        return {name: _without_places(one, name) for name, one in value.items() if one is None or name not in LEFT_OUT}
     if isinstance(value, list):
         return [_without_places(one, key) for one in value]
     is_place = isinstance(value, str) and (key in PLACES or Path(value).is_absolute())

@@ -92,7 +92,7 @@ def verdict_text(finding: Finding) -> str:
         return progress_text(finding)
     match finding.state:
         case "not tested":
-            return "not tested, since a contrast before it was not decided"
+            return "not tested, since a contrast before it is not decided"
         case "too few seeds":
             return f"too few seeds to decide, at least {FEWEST_SEEDS} are needed"
         case "open":
