@@ -258,6 +258,23 @@ def test_a_record_made_again_says_when_the_run_began(design, trained, tmp_path, 
     assert datetime.fromisoformat(other.began) <= datetime.fromisoformat(other.created)
 
 
+def test_when_a_run_began_elsewhere_is_unknown(design, trained, tmp_path, document):
+    """Such as in a folder of an earlier version, or one whose checkpoint came from a mirror."""
+    document["axes"] = {}
+    document["presets"]["laptop"]["set"] = {"training.checkpoint_every": 2}
+    study = Study(design(), tmp_path / "results")
+    study.train(tmp_path / "out", at_once=1)
+    run = study.design.reported()[0]
+    folder = study.store.run_folder(run, tmp_path / "out")
+    assert (folder / "began").exists()
+    (folder / "began").unlink()
+    shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:06d}")
+    with threads(1):
+        assert run_main([str(folder), "1", "cpu", *map(str, study.prepared(run).shards.folders)]) == 0
+    assert (folder / "checkpoints" / f"step-{STEPS:06d}").exists()
+    assert not (folder / "began").exists()
+
+
 def test_rates_are_kept_where_the_data_are_others(design, trained, tmp_path, document, monkeypatch):
     """A machine with other text goes on with the rates that were chosen, and tunes the arms that have none."""
     document["axes"] = {}
@@ -432,12 +449,17 @@ def test_plans_that_do_not_fit(design, plan, fields, message):
 
 def test_no_option_asks_for_other_runs_than_a_plan(design, document, plan):
     plan(planned())
-    for options, given in (({"seeds": 3}, "--seeds 3"), ({"changes": ["training.steps=5"]}, "--set training.steps=5")):
+    for options, given in (
+        ({"seeds": 3}, "--seeds 3"),
+        ({"changes": ["training.steps=5"]}, "--set training.steps=5"),
+        ({"changes": ["model.attention_type=diff"]}, "--set model.attention_type=diff"),  # another twin alone
+    ):
         with pytest.raises(ConfigError, match=f"{given}: laptop follows the plan .*plan.yaml, which says what is run"):
             design(**options)
     assert len(design(changes=["data.folder=elsewhere"]).reported()) == 4  # the same runs
     del document["presets"]["laptop"]["plan"]
-    assert design(changes=["training.steps=5"]).command.endswith("--preset laptop --set training.steps=5")
+    explored = design(seeds=2, changes=["training.steps=5"])
+    assert explored.command.endswith("--preset laptop --seeds 2 --set training.steps=5")
 
 
 def test_a_plan_twice_or_of_another_study(design, document, plan):

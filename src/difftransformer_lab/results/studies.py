@@ -38,7 +38,7 @@ class RunRecord:
     Attributes:
         data_sha256: SHA-256 of the tokenised text and the tokenizer.
         created: When the record was made.
-        began: When the run was first started; empty in records of earlier versions.
+        began: When the run was first started; empty where that is unknown, as in records of earlier versions.
         train_seconds: Time spent in training steps.
         step_seconds: Median time of a step.
         total_seconds: Time from the start of the process to its end, evaluation included.

@@ -368,8 +368,9 @@ class Design:
     @property
     def command(self) -> str:
         """The command that makes the runs."""
-        sets = [word for change in self._changes for word in ("--set", change)]
-        return shlex.join(["difftransformer", "study", self.config.name, "--preset", self.name, *sets])
+        words = ["difftransformer", "study", self.config.name, "--preset", self.name]
+        words += [] if self._seeds is None else ["--seeds", str(self._seeds)]
+        return shlex.join([*words, *(word for change in self._changes for word in ("--set", change))])
 
     def _check_followed(self) -> None:
         """Check that no option asks for other runs than the plan does.
@@ -382,8 +383,8 @@ class Design:
             raise ConfigError(f"--seeds {self._seeds}: {advice}")
         if self._changes:
             planned = Design(self.config, self.name, document=self._document)
-            runs = (design.run(self.arms[0], self.points[0], 0).identity for design in (self, planned))
-            if len({*runs}) > 1:
+            places = itertools.product(self.arms, self.points)
+            if any(self.run(*one, 0).identity != planned.run(*one, 0).identity for one in places):
                 raise ConfigError(f"--set {self._changes[0]}: {advice}")
 
     def _check_plan(self) -> None:

@@ -211,7 +211,7 @@ def main(arguments: list[str]) -> int:
         shards = prepare_shards(recipe.data, made=made)
         with locked(folder, wait=True):
             if not is_trained(folder, recipe):
-                if not (folder / BEGAN_FILE).exists():
+                if not (folder / BEGAN_FILE).exists() and not checkpoints(folder):  # else it began elsewhere, or before
                     write_text_atomically(folder / BEGAN_FILE, now())
                 share_stable_part(folder, recipe)
                 train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
