@@ -236,6 +236,18 @@ def test_a_claim_is_never_decided_by_exploration():
     assert judge([Claim(claim="c", paper="p", not_testable="why")], [])[0].state == "not testable here"
 
 
+def test_what_was_explored_is_told_only_while_no_contrast_is_decided():
+    explored = studied(controls({"diff": 0.9, "twin": 0.1}))
+    for diff, smallest, noise, votes in (
+        (0.9, 0.1, 0.02, ["for"]),
+        (0.5, 0.1, 0.02, ["small"]),
+        (0.5, None, 0.2, ["open", "explored"]),
+    ):
+        contrast = dataclasses.replace(PRIMARY, smallest=smallest)
+        tested = studied(confirming({"diff": diff, "twin": 0.5 if diff == 0.5 else 0.1}, contrast, noise=noise))
+        assert [said.vote for said in judge([CLAIM], [tested, explored])[0].evident] == votes
+
+
 def test_claims_for_and_against_are_mixed_for_and_small_are_in_part_and_others_stand_beside():
     studies = [studied(confirming(seen)) for seen in ({"diff": 0.9, "twin": 0.1}, {"diff": 0.1, "twin": 0.9})]
     assert judge([CLAIM], studies)[0].state == "mixed"

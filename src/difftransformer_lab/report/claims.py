@@ -2,8 +2,8 @@
 
 Only a contrast of a registered plan says anything for or against a claim. It is *for* the claim if it was decided to lie on
 the claim's side of zero, *against* it on the other side, *small* if it was decided to be smaller than the smallest effect that
-its plan looks for, and *open* if its test decided nothing. What studies found that explore is shown beside the claim and gives
-no state but "explored, not confirmed".
+its plan looks for, and *open* if its test decided nothing. What studies found that explore is shown while no contrast is decided,
+and gives no state but "explored, not confirmed".
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,7 +78,7 @@ class Claim:
         paper: What the paper reports for it.
         tests: Contrasts that test it.
         beside: Contrasts that say what an effect is due to, and neither for nor against the claim.
-        explored: What exploring studies found about it.
+        explored: What exploring studies found about it, told while no contrast is decided.
         not_testable: Why no study of this size can test it, and at which size one could.
     """
 
@@ -117,7 +117,8 @@ def judge(claims: Sequence[Claim], studies: Sequence[Studied]) -> list[Judged]:
 
 def _judged(claim: Claim, studies: Sequence[Studied]) -> Judged:
     evident = [one for named in (*claim.tests, *claim.beside) for one in _planned(named, studies)]
-    evident += [one for explored in claim.explored for one in _explored(explored, studies)]
+    if not {one.vote for one in evident} & {"for", "against", "small"}:
+        evident += [one for explored in claim.explored for one in _explored(explored, studies)]
     return Judged(claim=claim, state=_state(claim, {one.vote for one in evident}), evident=evident)
 
 

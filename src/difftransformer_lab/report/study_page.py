@@ -22,7 +22,7 @@ CLAIMS_NOTE = (
     "against it. In part: another effect is smaller than the smallest that the plan looks for. Opposite: the other way "
     "round. No difference as large as the paper's: the interval lies within that smallest effect. Planned: seeds are missing, "
     "an earlier contrast is open, or the plan is not registered. Beside: what an effect is due to. What was only explored "
-    "decides nothing. Nothing here says what holds at the paper's scale."
+    "decides nothing, and is left out where a contrast is decided. Nothing here says what holds at the paper's scale."
 )
 
 
