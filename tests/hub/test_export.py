@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +120,20 @@ def test_to_diffllama(run, tmp_path):
     wide, narrow = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("auto", "bf16"))
     assert {tensor.dtype for tensor in narrow.values()} == {torch.bfloat16}
     assert all(torch.equal(narrow[name], tensor.bfloat16()) for name, tensor in wide.items())
+
+
+@pytest.mark.parametrize("place", ["empty", "link", "."])
+def test_an_empty_folder_is_filled(run, tmp_path, monkeypatch, place):
+    """It stays what it was: a link, or where the shell stands."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "link").symlink_to(empty)
+    monkeypatch.chdir(empty if place == "." else tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}, empty.stat().st_ino
+    assert main(["export", str(run), place]) == 0
+    assert ({path.name for path in tmp_path.iterdir()}, empty.stat().st_ino) == before
+    assert {"config.json", "model.safetensors", "tokenizer.json"} < {path.name for path in Path(place).iterdir()}
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_what_cannot_be_exported_is_refused_without_a_part_of_it(run, tmp_path, fails):

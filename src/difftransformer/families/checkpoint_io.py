@@ -284,22 +284,26 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 def whole_or_not_at_all(target: Path) -> Iterator[Path]:
     """Provide a folder beside the target, which is renamed to the target at the end, or removed after an error.
 
-    What a process left that was killed is removed. An error of the operating system, such as that of a full disk, names the
-    file in the target.
+    An empty folder that is there is filled: it may be where the shell stands, a link or a mount. What a process left that was
+    killed is removed. An error of the operating system, such as that of a full disk, names the file in the target.
 
     Raises:
         FolderInUse: Another process is writing the target.
     """
-    temporary = target.parent / f".{target.name}.tmp"
-    with locked(target.parent, name=f".{target.name}.lock"):
+    place = target.resolve()
+    temporary = place.with_name(f".{place.name}.tmp")
+    with locked(place.parent, name=f".{place.name}.lock"):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         try:
             with naming(temporary):
                 yield temporary
-            if target.exists():
-                target.rmdir()
-            temporary.rename(target)
+            if place.exists():
+                for path in temporary.iterdir():
+                    shutil.move(path, place)
+                temporary.rmdir()
+            else:
+                temporary.rename(place)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, OSError):
