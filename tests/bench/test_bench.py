@@ -217,6 +217,16 @@ def test_the_steps_of_all():
     assert only.label == "attention, fp32 decode n=64 h=8 d=64"
 
 
+def test_one_value_needs_no_brackets(tmp_path, monkeypatch):
+    from difftransformer_lab.cli import bench as command
+
+    seen = []
+    monkeypatch.setattr(command, "measure_and_write", lambda steps, *_: seen.extend(step.label for step in steps))
+    words = ["--dtypes", "fp32", "--modes", "decode", "--lengths", "64,96", "--head-dims", "8", "--threads", "1"]
+    assert main(["bench", "attention", *words, "--out", str(tmp_path)]) == 0
+    assert seen == [f"attention, fp32 decode n={n} h={h} d=64" for n in (64, 96) for h in (2, 8)]
+
+
 @pytest.mark.parametrize(
     ("part", "options", "message"),
     [

@@ -110,10 +110,10 @@ class Settings:
     """
 
     device: str = "cpu"
-    dtypes: tuple[Dtype, ...] | None = None
-    modes: tuple[Mode, ...] | None = None
-    lengths: tuple[int, ...] | None = None
-    head_dims: tuple[int, ...] | None = None
+    dtypes: list[Dtype] | None = None
+    modes: list[Mode] | None = None
+    lengths: list[int] | None = None
+    head_dims: list[int] | None = None
     backends: list[str] | None = None
     peers: bool = True
     repeats: int = 30
