@@ -1,5 +1,6 @@
 """The check of causality: it passes what is causal and finds planted leaks."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, Lla
 from difftransformer import DiffTransformerModel
 from difftransformer.attention import check_causality, variants
 from difftransformer.errors import EvaluationError
+from difftransformer.ops import BACKENDS
 from difftransformer_lab.cli.main import main
 from tests.support.answering import tiny_model
 from tests.support.tiny_models import VOCABULARY, tiny, tiny_config
@@ -163,6 +165,17 @@ def test_the_command(tmp_path, capsys, fails):
         (["--length", "513"], "--length 513: the model has 512 positions"),
     ):
         assert message in fails("check", "causality", folder, *words)
+
+
+def test_json_is_alone_on_standard_output(tmp_path, capsys, monkeypatch):
+    """Which backend was left out, and its reason, are on standard error."""
+    cpu = dataclasses.replace(BACKENDS["cpu"], supports=lambda problem: "no compiler; install one")
+    monkeypatch.setitem(BACKENDS, "cpu", cpu)
+    words = ["--length", "9", "--dtype", "fp32", "--json"]
+    assert main(["check", "causality", tiny_model(tmp_path / "model"), *words]) == 0
+    said = capsys.readouterr()
+    assert "cpu" not in {check["backend"] for check in json.loads(said.out)["checks"]}
+    assert said.err.splitlines()[-1] == "cpu in fp32 does not take the model: no compiler"
 
 
 @pytest.mark.parametrize("only", ["at once", "cached", "packed", "bf16"])

@@ -8,7 +8,7 @@ from difftransformer.errors import BackendUnavailable, ConfigError
 from difftransformer.sources import check_model
 
 from .arguments import check_device
-from .console import log, show
+from .console import complain, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,8 @@ def run(
                 except BackendUnavailable as error:
                     if backend is not None:
                         raise
-                    log(f"{name} in {word} does not take the model: {str(error).partition(';')[0]}")
+                    reason = str(error).partition(f"{name}: ")[2] or str(error)  # its own, of every backend's
+                    complain(f"{name} in {word} does not take the model: {reason.partition(';')[0]}")
                     break
                 checks.append({"dtype": word, "backend": name, "how": how, **dataclasses.asdict(result)})
                 checks[-1]["is_causal"] = result.is_causal
