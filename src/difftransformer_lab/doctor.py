@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import platform
 import subprocess
 import time
@@ -63,6 +64,7 @@ def _examine(backend: Backend, device: torch.device, dtype: torch.dtype) -> dict
         facts["outcome"], reason = "not checked", "memory ran out"
     else:
         reason, error = outcome
+        error = error if error is not None and math.isfinite(error) else None  # JSON has no NaN
         facts["outcome"] = "wrong" if reason else "ok"
         milliseconds = None if reason else _milliseconds(backend, device, dtype)
     return facts | {"reason": reason, "error": error, "milliseconds": milliseconds}
