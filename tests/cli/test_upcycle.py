@@ -57,10 +57,21 @@ def test_one_model(llama, text, tmp_path, capfd):
    (("--to", "diff", "--set", "training.steps=3"), "--set training.steps=3: changes the recipe of --train; give one"),
    (("--to", "diff", "--head_norm", "gain"), "a headwise norm discards the size of each row"),
     (("--to", "diff", "--text", "nowhere.txt"), "no such file or folder"),
+    (("--to", "diff", "--tokens", "-5"), "--tokens -5: give at least 2, or 0"),
+    (("--to", "diff", "--tokens", "1"), "--tokens 1: give at least 2, or 0"),
 ])  # fmt: skip
 def test_refusals(words, message, llama, tmp_path, fails):
     assert message in fails("upcycle", llama, tmp_path / "made", *words)
     assert not (tmp_path / "made").exists()
+
+
+def test_a_text_too_short_to_compare_is_refused_before_anything_is_written(llama, tmp_path, fails):
+    text, out = tmp_path / "letter.txt", tmp_path / "made"
+    text.write_text("x")
+    line = fails("upcycle", llama, out, "--to", "diff", "--text", text)
+    assert "letter.txt: 1 tokens, too few to compare; give a longer text, or --tokens 0" in line
+    assert not out.exists()
+    assert main(["upcycle", str(llama), str(out), "--to", "diff", "--text", str(text), "--tokens", "0"]) == 0
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-from difftransformer.errors import ConfigError
+from difftransformer.errors import ConfigError, DataError
 from difftransformer.files import locked
 from difftransformer.sources import check_model
 
 from .console import log, show
 from .progress import evaluation_progress, training_shown
+
+FEWEST_TOKENS = 2  # of a comparison, which continues the first half of the text
 
 
 def run(
@@ -57,6 +59,8 @@ def run(
     if set:
         raise ConfigError(f"--set {set[0]}: changes the recipe of --train; give one")
     text, tokens = text or "python-stdlib", 256 if tokens is None else tokens
+    if tokens and tokens < FEWEST_TOKENS:
+        raise ConfigError(f"--tokens {tokens}: give at least {FEWEST_TOKENS}, or 0 for no comparison")
     if len(kinds) > 1:
         raise ConfigError(f"--to {to}: several are made with --train only; choose one of {', '.join(targets())}")
     with source_folder(model) as source:
@@ -67,6 +71,8 @@ def run(
                 ids += tokenizer.encode(document.text)
                 if len(ids) >= tokens:
                     break
+            if len(ids) < FEWEST_TOKENS:
+                raise DataError(f"{text}: {len(ids)} tokens, too few to compare; give a longer text, or --tokens 0")
         done = upcycle_folder(source, out, to=kinds[0], head_norm=head_norm, seed=seed or 0)
         for note in done.converted.notes:
             log(note)
