@@ -50,6 +50,19 @@ def test_the_shipped_model_answers_and_draws_its_maps(tmp_path, monkeypatch, cap
     assert capfd.readouterr().out.splitlines()[-1] == "Next: difftransformer eval needle demo demo-twin"
 
 
+def test_nothing_is_written_into_the_package(tmp_path, monkeypatch, capfd):
+    """Also where the shipped model is named by its path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("difftransformer.data.prepare_shards", lambda data: None)
+    folders = []
+    monkeypatch.setattr(
+        "difftransformer_lab.studies.evaluate_checkpoint", lambda *words, **options: folders.append(words[3]) or {}
+    )
+    for model in ("demo", str(shipped_models()["demo"])):
+        assert main(["eval", model]) == 0
+    assert folders == [Path("evals", "demo", "recipe")] * 2
+
+
 def test_without_a_prompt_the_error_gives_one(monkeypatch, fails):
     monkeypatch.setattr("sys.stdin", None)
     assert r"such as $'The special magic Lisbon number is: 42\nThe" in fails("generate", "demo")

@@ -54,7 +54,8 @@ def run(
             raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
         loaded = load_recipe(source, changes)
         shards = crew.rank0_first(lambda: prepare_shards(loaded.data))
-        folder = Path(out or Path("evals", model, "recipe")) if out or is_shipped else evaluations_folder(checkpoint)
+        usual = Path("evals", checkpoint.name, "recipe") if is_shipped else evaluations_folder(checkpoint)
+        folder = Path(out or usual)
         with resumable("stopped; every answer is saved"), evaluation_progress():
             results = evaluate_checkpoint(
                 checkpoint, loaded, shards, folder, device=device, processes=crew, divide_weights=divide_weights
