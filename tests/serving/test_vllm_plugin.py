@@ -1,6 +1,8 @@
 """What our vLLM plug-in is without vLLM; test_vllm.py runs vLLM's engine."""
 
 import importlib.metadata
+import importlib.util
+import re
 import sys
 import tomllib
 import types
@@ -57,6 +59,43 @@ def test_heads_that_do_not_divide_among_ranks():
     config = tiny_config(attention_type="diff", num_key_value_heads=2)
     with pytest.raises(ConfigError, match="vLLM: 1 cached heads do not divide among 2 tensor-parallel ranks"):
         ServedHeads.of(config, 2)
+
+
+@pytest.fixture
+def vllm_model(monkeypatch):
+    """The module, with stand-ins for all that it imports from vLLM."""
+    spec = importlib.util.find_spec("difftransformer.serving.vllm_model")
+    for name in re.findall(r"^from (vllm\S*) import", Path(spec.origin).read_text(), re.MULTILINE):
+        stand_in = types.ModuleType(name)
+        stand_in.__getattr__ = lambda name: type(name, (), {"__init__": lambda self, *_, **__: None})
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("chosen", [[0, 3], [1]])
+def test_two_ranks_extend_the_heads_of_one(vllm_model, chosen):
+    """Also where a rank has none of the heads that DEX extends."""
+    config = tiny_config(attention_type="dex", dex_heads=[chosen] * 2)
+    draw = torch.Generator().manual_seed(0)
+    lam, proj = torch.randn(len(chosen), generator=draw), torch.randn(len(chosen), 8, 8, generator=draw)
+    heads = torch.randn(3, 4, 8, generator=draw)
+
+    def extended(ranks, rank):
+        layer = vllm_model.ServedAttention.__new__(vllm_model.ServedAttention)
+        torch.nn.Module.__init__(layer)
+        layer.heads = ServedHeads.of(config, ranks)
+        layer.first_head = rank * layer.heads.heads
+        layer._add_extension(chosen)
+        layer.dex_lambda.copy_(lam)
+        layer.dex_proj.copy_(proj)
+        return layer._extend(heads.chunk(ranks, 1)[rank])
+
+    whole = extended(1, 0)
+    torch.testing.assert_close(torch.cat([extended(2, rank) for rank in range(2)], 1), whole)
+    kept = [head for head in range(4) if torch.equal(whole[:, head], heads[:, head])]
+    assert kept == [head for head in range(4) if head not in chosen]
 
 
 @pytest.mark.parametrize("fields", [{"hidden_act": "gelu"}, {"is_causal": False}])

@@ -125,8 +125,9 @@ class ServedAttention(nn.Module):
         self.dex_proj = nn.Parameter(torch.empty(len(heads), width, width), requires_grad=False)
         # The chosen heads of this rank, and their places among all that are chosen.
         here = [place for place, head in enumerate(heads) if 0 <= head - self.first_head < self.heads.heads]
-        self.register_buffer("chosen", torch.tensor([heads[at] - self.first_head for at in here]), persistent=False)
-        self.register_buffer("places", torch.tensor(here), persistent=False)
+        indices = {"chosen": [heads[at] - self.first_head for at in here], "places": here}
+        for name, numbers in indices.items():
+            self.register_buffer(name, torch.tensor(numbers, dtype=torch.long), persistent=False)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Map (N, M) to (N, M)."""
