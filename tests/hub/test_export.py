@@ -145,6 +145,12 @@ def test_what_cannot_be_exported_is_refused_without_a_part_of_it(run, tmp_path, 
     assert "is a folder that is not empty" in fails("export", run, tmp_path / "full")
     assert "such as mit" in fails("export", run, out, "--license", "MIT license")
     assert "expected one of auto, fp32, bf16" in fails("export", run, out, "--dtype", "int3")
+    assert f"export: {model / 'config.json'}: attention_type='diff': Llama" in fails(
+        "export", run, out, "--to", "llama"
+    )
+    assert f"{model}: it has no average of the weights; train with" in fails("export", run, out, "--average")
+    bare = shutil.copytree(model, tmp_path / "full" / "bare", ignore=shutil.ignore_patterns("state.json"))
+    assert f"{bare}: it has no average of the weights; train with" in fails("export", bare, out, "--average")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors: damaged (found" in fails("export", run, out)

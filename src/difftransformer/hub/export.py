@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import transformers
 
 from ..attention import SoftmaxAttention
-from ..errors import CheckpointError, ConfigError, on_one_line
+from ..errors import CheckpointError, ConfigError, DiffTransformerError, on_one_line
 from ..families import convert_folder
 from ..families.checkpoint_io import (
     SHARD_BYTES,
@@ -129,7 +129,10 @@ def export_folder(
             saved, converted = out / "saved", out / "converted"
             saved.mkdir()
             _write(model, saved, folder, "auto")
-            notes = convert_folder(saved, converted, to=to, untie=untie).notes
+            try:
+                notes = convert_folder(saved, converted, to=to, untie=untie).notes
+            except DiffTransformerError as refusal:  # of what is removed again
+                raise type(refusal)(str(refusal).replace(str(saved), str(folder))) from None
             shutil.rmtree(saved)
             for path in converted.iterdir():
                 path.rename(out / path.name)

@@ -178,9 +178,10 @@ def read_average(path: Path, model: DiffTransformerForCausalLM) -> None:
     Raises:
         CheckpointError: The checkpoint is damaged, or has no average.
     """
-    files = _files(path, verify_checkpoint(path), MOMENTS)
+    is_checkpoint = (path / STATE_FILE).is_file()  # and not the folder of a saved model
+    files = _files(path, verify_checkpoint(path), MOMENTS) if is_checkpoint else None
     averages = {f"{AVERAGE}/{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    if not averages.keys() <= files.shapes.keys():
+    if files is None or not averages.keys() <= files.shapes.keys():
         raise CheckpointError(f"{path}: it has no average of the weights; train with training.ema, such as 0.999")
     files.read(averages)
 
