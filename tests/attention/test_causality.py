@@ -167,6 +167,19 @@ def test_the_command(tmp_path, capsys, fails):
         assert message in fails("check", "causality", folder, *words)
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [(LlamaForCausalLM, LlamaConfig, "omit --backend"), (DiffLlamaForCausalLM, DiffLlamaConfig, "; chunked in fp32.")],
+)
+def test_the_backend_of_a_model_of_another_package(tmp_path, capsys, kind, config, said):
+    """DiffLlama runs on the one that is named; a Llama has none of ours."""
+    kind(config(**THEIRS)).save_pretrained(tmp_path)
+    words = ["--length", "9", "--dtype", "fp32", "--backend", "chunked"]
+    assert main(["check", "causality", str(tmp_path), *words]) == (2 if kind is LlamaForCausalLM else 0)
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
+
+
 def test_json_is_alone_on_standard_output(tmp_path, capsys, monkeypatch):
     """Which backend was left out, and its reason, are on standard error."""
     cpu = dataclasses.replace(BACKENDS["cpu"], supports=lambda problem: "no compiler; install one")

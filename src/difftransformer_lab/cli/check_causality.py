@@ -36,7 +36,7 @@ def run(
         length: Number of tokens, at least 2; 513 by default, or the model's positions. All up to 512 are changed, and then
             those beside each 16th.
         dtype: Dtype to compute in; by default fp32 and bf16, and on cuda fp16.
-        backend: Attention backend of a model of this package; by default each that auto may take.
+        backend: Attention backend of a DIFF model or a DiffLlama; by default each that auto may take.
         seed: Seed of the tokens.
         device: cpu or cuda.
         json: Print JSON instead of sentences.
@@ -53,7 +53,7 @@ def run(
     from difftransformer.hub.opening import open_model
     from difftransformer.ops import use_backend
 
-    network = open_model(model, dtype="fp32").to(device).eval()
+    network = open_model(model, dtype="fp32", backend=backend or "auto").to(device).eval()
     most = getattr(network.config.get_text_config(), "max_position_embeddings", None) or LENGTH
     if (length or SHORTEST) > most:
         raise ConfigError(f"--length {length}: the model has {most} positions; give at most these")
@@ -103,10 +103,10 @@ def _backends(network: Any, chosen: str | None, device: str) -> list[str]:
     """Return the backends to try: those that `auto` may take here, or what a model of another package brings."""
     from difftransformer.ops.backends import TABLE
 
-    if not hasattr(network.config, "attn_backend"):
-        return ["auto"]
     if chosen is not None:
         return [chosen]
+    if not hasattr(network.config, "attn_backend"):
+        return ["auto"]
     return list(dict.fromkeys(row.backend for row in TABLE if row.device_type in (None, device)))
 
 
