@@ -19,9 +19,10 @@ from tests.support import fresh, tiny_folders
 
 
 @pytest.fixture
-def room():
+def room(monkeypatch):
     """room(bytes): no file may grow beyond that size, which is what a full disk does to one process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a module compiled now would be cut off, and stay so
 
     def limit(bytes_):
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, before[1]))
