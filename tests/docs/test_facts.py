@@ -123,7 +123,9 @@ def test_studies_that_have_a_plan_and_no_run(studies):
 
 def test_the_share_of_retrieved_needles(studies):
     evidence = studies["controls-laptop"]
-    said = re.search(r"At 0\.5M parameters yes, ([\d.]+) of the questions against ([\d.]+),", text_of("docs/findings.md"))
+    said = re.search(
+        r"At 0\.5M parameters yes, ([\d.]+) of the questions against ([\d.]+),", text_of("docs/findings.md")
+    )
     (figure,) = [one for one in evidence.index.figures if one.label == "retrieval, seen cities"]
     for arm, share in zip(("diff", "twin"), said.groups(), strict=True):
         runs = evidence.at(arm, ()).values()

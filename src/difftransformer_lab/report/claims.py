@@ -2,8 +2,8 @@
 
 Only a contrast of a registered plan says anything for or against a claim. It is *for* the claim if it was decided to lie on
 the claim's side of zero, *against* it on the other side, *small* if it was decided to be smaller than the smallest effect that
-its plan looks for, and *open* if its test decided nothing. What studies found that explore is shown while no contrast is decided,
-and gives no state but "explored, not confirmed".
+its plan looks for, and *open* if its test decided nothing. What studies found that explore is shown while no contrast is
+decided, and gives no state but "explored, not confirmed".
 """
 
 from collections.abc import Iterator, Sequence
