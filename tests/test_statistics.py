@@ -93,11 +93,19 @@ def test_the_p_value_over_seeds_is_that_of_the_paired_t_test() -> None:
 
 @pytest.mark.parametrize(
     ("a", "b", "mean", "p_value"),
-    [([1.0], [1.5], -0.5, None), ([1.0] * 3, [0.0] * 3, 1.0, None), ([1.0, 0.5, 1.0], [1.0, 0.5, 1.0], 0.0, 1.0)],
+    [
+        ([1.0], [1.5], -0.5, None),
+        ([1.0] * 3, [0.0] * 3, 1.0, None),
+        ([1.0, 0.5, 1.0], [1.0, 0.5, 1.0], 0.0, 1.0),
+        # The same but for rounding: 0.3 - 0.1 is not 0.6 - 0.4, nor 0.1 + 0.2 the float 0.3.
+        ([0.3, 0.6], [0.1, 0.4], 0.2, None),
+        ([0.1 + 0.2, 0.5], [0.3, 0.5], 0.0, 1.0),
+    ],
 )
 def test_one_seed_and_seeds_that_differ_by_the_same_amount_have_no_interval(a, b, mean, p_value) -> None:
     found = paired_difference(a, b)
-    assert (found.mean, found.low, found.high) == (mean, None, None)
+    assert (found.low, found.high) == (None, None)
+    assert found.mean == pytest.approx(mean, abs=1e-15)
     assert (found.p_value, found.interval_method) == (p_value, "none")
 
 
@@ -375,7 +383,8 @@ def test_welchs_intervals_of_a_contrast_of_four_groups_cover_it() -> None:
 
 
 def test_welch_says_what_it_cannot_do() -> None:
-    assert welch([[1.0, 1.0], [2.0, 2.0]], [1.0, -1.0]).interval_method == "none"
+    for first, second in ((1.0, 2.0), (0.1, 0.3)):  # the mean of three times 0.1 is not the float 0.1
+        assert welch([[first] * 3, [second] * 3], [1.0, -1.0]).interval_method == "none"
     with pytest.raises(ValueError, match="shorter"):
         welch([[1.0, 2.0], [1.0, 2.0]], [1.0])
 

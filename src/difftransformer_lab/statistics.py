@@ -125,8 +125,9 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifferenc
     """
     statistic = mean_and_standard_error([x - y for x, y in zip(a, b, strict=True)])
     mean, error = statistic.mean, statistic.standard_error
-    if not error:
-        return replace(_no_interval(mean), p_value=None if mean or error is None else 1.0)
+    rounding = _ROUNDING * max(map(abs, [*a, *b]))
+    if error is None or error <= rounding:
+        return replace(_no_interval(mean), p_value=None if error is None or abs(mean) > rounding else 1.0)
     return _student(mean, error, statistic.seeds - 1, "student-t over seeds")
 
 
@@ -184,7 +185,7 @@ def welch(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> Paired
     mean = math.fsum(weight * math.fsum(group) / len(group) for group, weight in pairs)
     parts = [weight**2 * float(np.var(group, ddof=1)) / len(group) for group, weight in pairs]
     variance = math.fsum(parts)
-    if not variance:
+    if math.sqrt(variance) <= _ROUNDING * max(abs(weight * value) for group, weight in pairs for value in group):
         return _no_interval(mean)
     freedom = variance**2 / math.fsum(part**2 / (len(group) - 1) for part, group in zip(parts, groups, strict=True))
     return _student(mean, math.sqrt(variance), freedom, "welch over seeds")
