@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from difftransformer import DiffTransformerConfig
@@ -196,6 +196,39 @@ def test_a_long_row_in_parts(model, prompts, monkeypatch):
     monkeypatch.setattr(prefix, "CHUNK_TOKENS", 7)
     assert ask(model, [Loss(row)])[0] == pytest.approx(whole, rel=1e-4)
     assert ask(model, [Choice(row, ((3, 4), (3, 5), (6,)))]) == [plain_choice(model, row, ((3, 4), (3, 5), (6,)))]
+    passes = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, options: passes.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
+    (made,) = ask(model, [Continuation(row, 3)])
+    hook.remove()
+    assert passes == [7, 7, 6, 1, 1]
+    monkeypatch.setattr(causal, "CHUNK_TOKENS", 2048)
+    assert ask(model, [Continuation(row, 3)]) == [made]
+
+
+@pytest.mark.parametrize("kind", ["jamba", "mamba"])
+def test_a_row_of_a_model_with_a_state_is_computed_whole(kind, prompts, monkeypatch):
+    """Jamba begins its state anew in every pass of several tokens, and Mamba gives no cache of this kind at all."""
+    torch.manual_seed(0)
+    if kind == "jamba":
+        layers = {"num_key_value_heads": 2, "intermediate_size": 64, "attn_layer_period": 2, "attn_layer_offset": 1}
+        model = JambaForCausalLM(JambaConfig(**SIZES, **layers, num_experts=2, num_experts_per_tok=1)).eval()
+    else:
+        sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")}
+        model = MambaForCausalLM(MambaConfig(**sizes, state_size=4)).eval()
+    rows = rows_of(prompts)
+    whole = ask(model, [Loss(row) for row in rows])
+    monkeypatch.setattr(causal, "CHUNK_TOKENS", 7)
+    monkeypatch.setattr(prefix, "CHUNK_TOKENS", 7)
+    for found, expected in zip(ask(model, [Loss(row) for row in rows]), whole, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    options = ((1, 2, 3, 4), (1, 2, 3, 5), (6, 7, 8), (6, 7, 9))
+    expected = [plain_choice(model, row, options) for row in rows]
+    assert ask(model, [Choice(row, options) for row in rows]) == expected
+    if kind == "mamba":
+        with pytest.raises(EvaluationError, match="MambaForCausalLM returns no cache"):
+            ask(model, [Continuation(rows[0], 3)])
 
 
 def plain_choice(model, prompt, options):

@@ -17,7 +17,7 @@ from ..probes import LastRow, Magnitudes, Maps, Probe
 from ..probes.magnitudes import magnitudes
 from ..probes.maps import head_maps, last_row_weights, row_sums
 from ..requests import Answers, Choice, Continuation, Loss, Predictions, Request, ScoredContinuation
-from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, common_prefixes, growing_cache
+from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, common_prefixes, goes_on, growing_cache
 from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
 
 _WORTH_SHARING, _STEP_TOKENS = 0.25, 32
@@ -192,11 +192,17 @@ class CausalLanguageModel:
 
     def _row_logits(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the logits of rows (B, T), part by part, so that only one part is held at a time."""
-        length = ids.shape[1]
-        cache = growing_cache(self.model) if length > CHUNK_TOKENS else None
-        options = {} if cache is None else {"past_key_values": cache}
-        for part in ids.split(CHUNK_TOKENS, 1):
-            yield self.model(input_ids=part, use_cache=cache is not None, **options).logits
+        parts = self._parts_of(ids)
+        if len(parts) == 1:
+            yield self.model(input_ids=ids, use_cache=False).logits
+            return
+        cache = growing_cache(self.model)
+        for part in parts:
+            yield self.model(input_ids=part, past_key_values=cache, use_cache=True).logits
+
+    def _parts_of(self, ids: Tensor) -> Sequence[Tensor]:
+        """Divide rows (B, T) into what is computed in one pass each."""
+        return ids.split(CHUNK_TOKENS, 1) if goes_on(self.model) else (ids,)
 
     def _continuations(self, requests: Sequence[Continuation]) -> Answers:
         if self._shares(requests):
@@ -212,7 +218,7 @@ class CausalLanguageModel:
         prompts = sorted(request.prompt for request in requests)
         steps, total = sum(request.tokens for request in requests), sum(map(len, prompts))
         enough = max(_WORTH_SHARING * total, _STEP_TOKENS * steps)
-        return self.prefix_caching and sum(common_prefixes(prompts)) >= enough
+        return self.prefix_caching and can_be_cut(self.model) and sum(common_prefixes(prompts)) >= enough
 
     def _continue_one(self, cache: PrefixCache, request: Continuation) -> Any:
         made: list[int] = []
@@ -221,7 +227,6 @@ class CausalLanguageModel:
         if isinstance(request, ScoredContinuation):
             logits = cache.continued_logits(request.prompt, request.right[:-1])
             losses = F.cross_entropy(logits, self._tensor([request.right])[0], reduction="none").tolist()
-            cache.start()  # a cache that cannot be cut begins again
         while len(made) < request.tokens:
             token = int(cache.next_logits((*request.prompt, *made)).argmax())
             if request.ends(made, token):
@@ -238,8 +243,13 @@ class CausalLanguageModel:
         cache = growing_cache(self.model) if can_be_cut(self.model) else None
         left, inputs = list(range(len(requests))), ids
         while left:
-            outputs = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, tokens = outputs.past_key_values, outputs.logits[:, -1].argmax(-1)
+            for part in self._parts_of(inputs):
+                outputs = self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                cache = outputs.get("past_key_values")
+                if cache is None:
+                    name = type(self.model).__name__
+                    raise EvaluationError(f"{name} returns no cache, so it cannot continue a text; choose another task")
+            tokens = outputs.logits[:, -1].argmax(-1)
             if right and not losses:
                 losses = self._losses_of(right, ids, outputs.logits[:, -1:], cache)
             going = []

@@ -5,6 +5,7 @@ order of their tokens, a common token is computed once: the cache holds the last
 next prompt shares with it.
 """
 
+import inspect
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 CHUNK_TOKENS = 2048
 """Tokens of one forward pass over a long row, to bound the memory of its scores and logits."""
@@ -64,12 +65,14 @@ def growing_cache(model: Any) -> DynamicCache:
 class PrefixCache:
     """Computes a causal model's next-token logits for one row after another.
 
+    A row of a model that cannot go on from a part of it (`goes_on`) is computed anew each time.
+
     Args:
         enabled: Whether to keep anything from one prompt to the next; within a prompt tokens are always kept.
     """
 
     def __init__(self, model: Any, *, enabled: bool = True) -> None:
-        self.model = model
+        self.model, self._goes_on = model, goes_on(model)
         self.enabled = enabled and can_be_cut(model)
         self._ids = np.empty(0, np.int64)
         self._cache: DynamicCache | None = None
@@ -87,6 +90,8 @@ class PrefixCache:
     def continued_logits(self, row: Sequence[int], more: Sequence[int]) -> Tensor:
         """Return the logits (1 + len(more), V) of the token after `row` and after each token of `more` behind it, in fp32."""
         ids = np.asarray([*row, *more], np.int64)
+        if not self._goes_on:
+            return self._logits(ids, 1 + len(more))[0].float()
         # The row's last token always goes through the model, because its logits are part of the result.
         keep = 0 if self._cache is None else min(common_prefix(self._ids, ids), len(row) - 1)
         self._cut(keep)
@@ -101,10 +106,13 @@ class PrefixCache:
     def _logits(self, ids: np.ndarray, keep: int) -> Tensor:
         """Return the logits (1, keep, V) after the last `keep` of some tokens, which are appended to the cache."""
         part = torch.from_numpy(ids).to(self.model.device).unsqueeze(0)
-        outputs = self.model(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=keep)
-        self._cache = outputs.past_key_values
+        options: dict[str, Any] = {"use_cache": self._goes_on}
+        if self._goes_on:
+            options |= {"past_key_values": self._cache, "logits_to_keep": keep}
+        outputs = self.model(input_ids=part, **options)
+        self._cache = outputs.get("past_key_values")
         self.computed_tokens += part.shape[1]
-        logits: Tensor = outputs.logits
+        logits: Tensor = outputs.logits[:, -keep:]
         return logits
 
     def _cut(self, keep: int) -> None:
@@ -113,6 +121,16 @@ class PrefixCache:
         elif keep < len(self._ids):
             self._cache.crop(keep - len(self._ids))
         self._ids = self._ids[:keep]
+
+
+def goes_on(model: Any) -> bool:
+    """Return whether a row can be computed in parts of several tokens.
+
+    Only attention can: of the models with a recurrent state, some take a cache and begin the state anew in every such part.
+    """
+    layers = DynamicCache(config=model.config).layers
+    keeps_keys = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    return keeps_keys and "past_key_values" in inspect.signature(type(model).forward).parameters
 
 
 def can_be_cut(model: Any) -> bool:
