@@ -252,6 +252,7 @@ def test_overlap(answer, faithful, words):
     assert found.faithful is faithful
     assert words in found.reasoning
     assert OverlapJudge(0.5).judge(case("A cat sat on a mat")).faithful
+    assert OverlapJudge(0.2).judge(case("One cat ran far away home")).faithful  # a fifth, and 1 - 4/5 is a little less
     assert OverlapJudge(1.0).judge(case("1,500 dogs", document="Of 1,500 DOGS.")).faithful
     with pytest.raises(ConfigError, match="overlap_threshold=0"):
         OverlapJudge(0)

@@ -39,7 +39,7 @@ class OverlapJudge:
         missing = [word for word in words if word not in given]
         if not words:
             return Judgment(faithful=False, reasoning="The answer has no content words.")
-        share = 1 - len(missing) / len(words)
+        share = (len(words) - len(missing)) / len(words)
         absent = f"; not in it: {', '.join(missing)}" if missing else ""
         return Judgment(
             faithful=share >= self.threshold, reasoning=f"{share:.0%} of {len(words)} content words are given{absent}."
