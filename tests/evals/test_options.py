@@ -48,6 +48,7 @@ REFUSED = [
     ("outliers", {"window": 1}, "window=1"),
     ("outliers", {"tokens": 0}, "tokens=0"),
     ("outliers", {"largest": 0}, "largest=0"),
+    ("outliers", {"seed": -1}, "seed=-1: give at least 0"),
     ("maps", {"prompt": ""}, "prompt='': give a text"),
     ("maps", {"layers": [-1]}, r"layers=\[-1\]: give at least 0"),
     ("synthetic", {"task": "copy"}, "task='copy': choose one of mqar"),
@@ -73,6 +74,7 @@ REFUSED = [
     ("quantized", {"task_options": {"windoes": 3}}, "task_options: windoes: unknown key; did you mean windows"),
     ("quantized", {"task_options": {"windows": "3"}}, "task_options: windows: expected int"),
     ("quantized", {"task_options": {"windows": 0}}, "task_options: windows=0"),
+    ("harness", {"seed": -1}, "seed=-1: give at least 0"),
     ("harness", {"tasks": "ruler,piqa", "lengths": [4096]}, r"lengths=\[4096\]: piqa: it has no lengths"),
     (
         "harness",

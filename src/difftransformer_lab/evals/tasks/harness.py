@@ -63,7 +63,7 @@ class Options:
         if not self.names:
             raise ConfigError("--tasks is empty; name tasks of lm-eval, separated by commas")
         at_least(self, 1, "limit", "batch_size")
-        at_least(self, 0, "shots")
+        at_least(self, 0, "shots", "seed")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ConfigError(f"--include-path {self.include_path}: no such folder; name one with tasks as YAML files")
         for name in self.names if self.lengths is not None else ():

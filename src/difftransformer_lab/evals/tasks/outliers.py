@@ -62,6 +62,7 @@ class Options:
     def __post_init__(self) -> None:
         at_least(self, 2, "window")
         at_least(self, 1, "tokens", "largest")
+        at_least(self, 0, "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
