@@ -13,6 +13,7 @@ from difftransformer_lab.evals.prompts.texts import TaskContext
 from difftransformer_lab.evals.requests import Choice, Continuation, Loss, ScoredContinuation, requests_sha256
 from difftransformer_lab.evals.tasks import task_kind
 from difftransformer_lab.evals.tasks.harness import Harness
+from difftransformer_lab.evals.tasks.math import MathTask
 from difftransformer_lab.evals.tasks.quantized import Quantized
 from tests.evals.test_engine import numbers
 
@@ -66,7 +67,7 @@ def test_all_that_is_asked_matters(request_, changes):
     assert len(found | {requests_sha256([request_])}) == len(changes) + 1
 
 
-def drawn(task, **options):
+def drawn(task, /, **options):
     kind = task_kind(task)
     return kind.make(kind.options(**options), TaskContext(tokenizer=byte_tokenizer(), context_tokens=4096))
 
@@ -99,6 +100,15 @@ def test_what_answers_are_scored_by_matters(task, tmp_path):
         asked.add(requests_sha256(made.requests))
         scored.add(task_sha256(made))
     assert (len(asked), len(scored)) == (1, 2)
+
+
+def test_other_rules_of_a_task_under_few_bits_matter(tmp_path, monkeypatch):
+    options = {"sets": [write_lines(tmp_path / "m.jsonl", {"question": "?", "answer": "3"})]}
+    found = set()
+    for rules in (2, 3):
+        monkeypatch.setattr(MathTask, "rules", rules)
+        found.add(task_sha256(drawn("quantized", task="math", task_options=options)))
+    assert len(found) == 2
 
 
 def test_own_files_of_lm_eval_matter(tmp_path):

@@ -108,6 +108,7 @@ class Quantized:
 class QuantizedTask(Task):
     def __init__(self, options: Options, context: TaskContext) -> None:
         self.task: Task = task_kind(options.task).make(options.inner(), context)
+        self.rules = self.task.rules
         self.data_name = f"{options.task} on {self.task.data_name}"
         self.choices = [*_CHOICES, *self.task.choices]
         # 16 bits change nothing whatever the granularity, so they are asked once.
