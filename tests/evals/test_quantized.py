@@ -11,6 +11,7 @@ from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.ops.reference import observe_logits
 from difftransformer_lab.evals import CausalLanguageModel, run_task
 from difftransformer_lab.evals.models.quantized import quantized_logits
+from difftransformer_lab.evals.probes import LastRow, Magnitudes, Maps
 from difftransformer_lab.evals.requests import Continuation, Loss
 from difftransformer_lab.evals.tasks.quantized import Options, QuantizedTask
 from tests.support.answering import answers_to
@@ -79,6 +80,19 @@ def test_the_logits_stand_on_the_grid(model, granularity, shared):
         steps = scores / scores.abs().amax(shared, keepdim=True) * 31
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
         assert len(steps.round().unique()) > 10
+
+
+@pytest.mark.parametrize("kind", ["LastRow", "Maps", "Magnitudes"])
+def test_probes_see_the_model_under_few_bits(model, kind):
+    row = requests_of(Loss)[0].ids
+    probe = {"LastRow": LastRow(row, (0, 5, 24)), "Maps": Maps(row), "Magnitudes": Magnitudes((row,), 5)}[kind]
+    language_model, found = CausalLanguageModel(model, None), []
+    for bits in (16, 3):
+        with language_model.quantized(bits, "row", "none", "none") as coarse:
+            found += dict(coarse.probe([probe])).values()
+    plain = dict(language_model.probe([probe]))[0]
+    assert found[0] == plain
+    assert found[1] != plain
 
 
 def test_weights_and_activations_are_asked_apart(model):

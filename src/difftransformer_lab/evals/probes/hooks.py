@@ -57,7 +57,8 @@ def written_out(model: Any) -> Iterator[list[nn.Module]]:
 def on_the_op(model: Any) -> Iterator[None]:
     """Let a model compute attention with this package's operator, on any backend."""
     kinds = {type(module) for module in model.modules()}
-    if any(issubclass(kind, Attention) for kind in kinds):
+    is_written_out = model.config._attn_implementation == _WRITTEN_OUT  # by the operator's reference
+    if is_written_out or any(issubclass(kind, Attention) for kind in kinds):
         yield
     elif any(issubclass(kind, DiffLlamaAttention) for kind in kinds):
         try:
