@@ -141,6 +141,14 @@ def test_an_evaluation_without_an_answer_blocks_no_later_one(tmp_path):
     assert run_task(Adding(), numbers(300), journal=journal, identity="n").measurements[0].value == 300
 
 
+def test_a_question_longer_than_the_context_is_refused_before_the_first_answer(tmp_path):
+    model = CausalLanguageModel(tiny_models.model(max_position_embeddings=64), byte_tokenizer())
+    task, journal = Counting([Loss((1,) * 20), Loss((1,) * 66)]), tmp_path / "a.jsonl"
+    with pytest.raises(EvaluationError, match="takes 65 tokens, and the model's context has 64"):
+        run_task(model, task, journal=journal)
+    assert journal.read_bytes() == b""
+
+
 def test_progress_moves_inside_a_batch():
     """Four rows in one pass: each of its layers is told before the first answer, and the end is told once."""
     network = tiny_models.model(num_hidden_layers=4)

@@ -84,12 +84,13 @@ class CausalLanguageModel:
         yield from self._by_kind(requests, kinds)
 
     def parts(self, requests: Sequence[Any]) -> list[list[int]]:
-        """Return the places of the requests that are computed together: in a batch, or one after the other with a prefix."""
-        groups: dict[type, list[int]] = defaultdict(list)
-        for index, request in enumerate(requests):
-            groups[type(request)].append(index)
+        """Return the places of the requests that are computed together: in a batch, or one after the other with a prefix.
+
+        Raises:
+            EvaluationError: A request is longer than the context.
+        """
         parts = []
-        for kind, indices in groups.items():
+        for kind, indices in self._groups(requests).items():
             own_parts = [[place] for place in range(len(indices))]
             chosen = [requests[index] for index in indices]
             if kind in (Loss, Predictions):
@@ -147,18 +148,24 @@ class CausalLanguageModel:
         with quantized_linears(self.model, weights, activations), quantized_logits(self.model, bits, granularity):
             yield coarse
 
-    def _by_kind(self, requests: Sequence[Any], kinds: Kinds) -> Answers:
+    def _groups(self, requests: Sequence[Any]) -> dict[type, list[int]]:
+        """Return the places of the requests of each kind, none of them longer than the context."""
         groups: dict[type, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
-            if request.row_tokens > self.context_tokens:
+            tokens = getattr(request, "row_tokens", 0)  # a task of lm-eval has its own rows
+            if tokens > self.context_tokens:
                 raise EvaluationError(
-                    f"a prompt with its answer takes {request.row_tokens} tokens, and the model's context has "
-                    f"{self.context_tokens}; ask for less"
+                    f"a prompt with its answer takes {tokens} tokens, and the model's context has {self.context_tokens}; ask "
+                    "for less"
                 )
-            if type(request) not in kinds:
-                names = ", ".join(kind.__name__ for kind in kinds)
-                raise EvaluationError(f"a {type(request).__name__} cannot be answered; choose one of {names}")
             groups[type(request)].append(index)
+        return groups
+
+    def _by_kind(self, requests: Sequence[Any], kinds: Kinds) -> Answers:
+        groups = self._groups(requests)
+        for kind in groups.keys() - kinds.keys():
+            names = ", ".join(one.__name__ for one in kinds)
+            raise EvaluationError(f"a {kind.__name__} cannot be answered; choose one of {names}")
         for kind, indices in groups.items():
             pairs = kinds[kind]([requests[index] for index in indices])
             while True:
