@@ -54,7 +54,7 @@ def test_names_in_the_code_do_not_matter():
 
 @pytest.mark.parametrize(("request_", "changes"), [
     (Loss((1, 2)), {"ids": (1, 3), "first": 0}),
-    (Continuation((1, 2), 3, (0,), (4,)), {"prompt": (1,), "tokens": 2, "stop": (5,), "leading": ()}),
+    (Continuation((1, 2), 3, (0,), (4,)), {"prompt": (1,), "tokens": 2, "stop": (5,), "leading": (), "closing": (0,)}),
     (ScoredContinuation((1, 2), 3, right=(7,)), {"prompt": (1,), "tokens": 2, "right": (8,)}),
     (Choice((1,), ((2,), (3,))), {"prompt": (2,), "options": ((2,), (4,))}),
     (

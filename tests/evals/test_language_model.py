@@ -89,6 +89,19 @@ def test_a_leading_token_stops_a_row_only_behind_others(model, prompts, prefix_c
     assert Continuation(row, 4, (1, 2), (1,)).ends((1, 7), 1)
 
 
+@pytest.mark.parametrize("shares_a_prefix", [False, True])
+def test_a_closing_token_ends_a_row_and_is_part_of_it(model, prompts, shares_a_prefix, monkeypatch):
+    monkeypatch.setattr(causal, "_STEP_TOKENS", 0)
+    if shares_a_prefix:
+        prompts[:, :15] = prompts[0, :15]
+    rows = rows_of(prompts)
+    whole = ask(model, [Continuation(row, 9) for row in rows])
+    stops = [made[5] for made in whole]
+    requests = [Continuation(row, 9, (stop,), closing=(stop,)) for row, stop in zip(rows, stops, strict=True)]
+    expected = [made[: made.index(stop) + 1] for made, stop in zip(whole, stops, strict=True)]
+    assert ask(model, requests) == expected
+
+
 RIGHT = [(3, 50, 7), (96,), (5, 5, 5, 5), (1, 2), (9, 80, 33)]
 
 

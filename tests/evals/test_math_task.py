@@ -6,13 +6,14 @@ import random
 import re
 
 import pytest
+import tokenizers
 
-from difftransformer.data import byte_tokenizer
+from difftransformer.data import Tokenizer, byte_tokenizer
 from difftransformer.errors import DataError
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import run_task
 from difftransformer_lab.evals.judges.math_answers import extract_answer
-from difftransformer_lab.evals.models.stopping import stop_tokens, text_until
+from difftransformer_lab.evals.models.stopping import closing_tokens, stop_tokens, text_until
 from difftransformer_lab.evals.tasks.math import MathTask, Options
 from tests.support.answering import Writer, tiny_model
 
@@ -68,6 +69,22 @@ def test_an_ending_of_several_tokens():
     assert text_until(tokenizer, tokenizer.encode("one\ntwo"), "\n\n") == ("one\ntwo", 7)
     assert stop_tokens(tokenizer) == (256, 257)
     assert stop_tokens(tokenizer, "\n") == (10, 256, 257)
+
+
+def test_an_ending_in_one_token_with_the_end_of_the_answer(problems):
+    """Many tokenizers have a token for a bracket, a full stop and a line end: without it no bracket closes the answer."""
+    backend = json.loads(byte_tokenizer().backend.to_str())
+    backend["pre_tokenizer"]["use_regex"] = False
+    backend["model"]["vocab"] |= {"}.": 256, "}.\u010a": 257}
+    backend["model"]["merges"] = [["}", "."], ["}.", "\u010a"]]
+    backend["added_tokens"] = [token | {"id": token["id"] + 2} for token in backend["added_tokens"]]
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(backend)))
+    assert tokenizer.encode("}.\n") == [257]
+    assert stop_tokens(tokenizer, "\n") == (10, 257, 258, 259)
+    assert closing_tokens(tokenizer, "\n") == (257,)
+    oracle = Writer(solve, tokenizer=tokenizer)
+    found = figures(run_task(oracle, MathTask(Options(sets=[problems]), oracle)))
+    assert found["mean accuracy", None].value == 1.0
 
 
 def test_lengths_and_the_cap(problems):

@@ -9,8 +9,8 @@ from tests.support import tiny_folders
 class Writer:
     """Continues a prompt with what a function of its text says, and then ends the text."""
 
-    def __init__(self, write, context_tokens=100_000):
-        self.tokenizer, self.write, self.context_tokens = byte_tokenizer(), write, context_tokens
+    def __init__(self, write, context_tokens=100_000, tokenizer=None):
+        self.tokenizer, self.write, self.context_tokens = tokenizer or byte_tokenizer(), write, context_tokens
         self.prompt_tokens = context_tokens
         self.prompts = []
 
@@ -22,9 +22,11 @@ class Writer:
         for index, request in enumerate(requests):
             prompt = self.tokenizer.decode(request.prompt)
             self.prompts.append(prompt)
-            ids = [*self.tokenizer.encode(self.write(prompt)), self.tokenizer.end_of_text][: request.tokens]
-            stops = [place for place, token in enumerate(ids) if request.ends(ids[:place], token)]
-            yield index, ids[: stops[0]] if stops else ids
+            made = []
+            for token in [*self.tokenizer.encode(self.write(prompt)), self.tokenizer.end_of_text]:
+                if not request.take(made, token):
+                    break
+            yield index, made
 
 
 def answers_to(model, requests):

@@ -10,7 +10,7 @@ answers are plain data, so that a journal on disk can keep them and an interrupt
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from difftransformer.data import Tokenizer
@@ -88,15 +88,20 @@ class Prompted(Asked):
 
 @dataclass(frozen=True)
 class Continuation(Prompted):
-    """Asks for the greedy continuation. The answer: `tokens` token ids, or fewer if one of `stop` (excluded) ended it.
+    """Asks for the greedy continuation. The answer: `tokens` token ids, or fewer if one of `stop` ended it.
 
-    A token of `leading` does not end an answer that holds nothing else so far.
+    A token of `leading` does not end an answer that holds nothing else so far. The token that ended an answer is part of it
+    if it is one of `closing`, and only then.
     """
 
     asks: ClassVar[tuple[str, ...]] = ("continuation", "prompt", "tokens", "stop", "leading")
     tokens: int
     stop: tuple[int, ...] = ()
     leading: tuple[int, ...] = ()
+    closing: tuple[int, ...] = field(default=(), kw_only=True)
+
+    def asked(self) -> list[Any]:
+        return [*super().asked(), *([self.closing] if self.closing else [])]
 
     @property
     def row_tokens(self) -> int:
@@ -105,6 +110,13 @@ class Continuation(Prompted):
     def ends(self, made: Sequence[int], token: int) -> bool:
         """Return whether a token ends an answer that consists of `made` so far."""
         return token in self.stop and (token not in self.leading or not set(made) <= set(self.leading))
+
+    def take(self, made: list[int], token: int) -> bool:
+        """Append a token to an answer if it is part of it, and return whether the answer goes on."""
+        is_end = self.ends(made, token)
+        if not is_end or token in self.closing:
+            made.append(token)
+        return not is_end and len(made) < self.tokens
 
 
 @dataclass(frozen=True)

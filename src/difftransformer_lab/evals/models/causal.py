@@ -234,11 +234,8 @@ class CausalLanguageModel:
         if isinstance(request, ScoredContinuation):
             logits = cache.continued_logits(request.prompt, request.right[:-1])
             losses = F.cross_entropy(logits, self._tensor([request.right])[0], reduction="none").tolist()
-        while len(made) < request.tokens:
-            token = int(cache.next_logits((*request.prompt, *made)).argmax())
-            if request.ends(made, token):
-                break
-            made.append(token)
+        while request.take(made, int(cache.next_logits((*request.prompt, *made)).argmax())):
+            pass
         return made if losses is None else {"ids": made, "losses": losses}
 
     def _continue_rows(self, ids: Tensor, requests: Sequence[Continuation]) -> list[Any]:
@@ -259,12 +256,8 @@ class CausalLanguageModel:
             tokens = outputs.logits[:, -1].argmax(-1)
             if right and not losses:
                 losses = self._losses_of(right, ids, outputs.logits[:, -1:], cache)
-            going = []
-            for place, (row, token) in enumerate(zip(left, tokens.tolist(), strict=True)):
-                if not requests[row].ends(made[row], token):
-                    made[row].append(token)
-                    if len(made[row]) < requests[row].tokens:
-                        going.append(place)
+            answers = enumerate(zip(left, tokens.tolist(), strict=True))
+            going = [place for place, (row, token) in answers if requests[row].take(made[row], token)]
             if 0 < len(going) < len(left):
                 kept = torch.tensor(going, device=tokens.device)
                 cache.batch_select_indices(kept)

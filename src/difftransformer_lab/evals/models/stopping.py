@@ -15,6 +15,15 @@ def stop_tokens(tokenizer: Tokenizer, ending: str | None = None) -> tuple[int, .
     return tuple(sorted(stops))
 
 
+def closing_tokens(tokenizer: Tokenizer, ending: str) -> tuple[int, ...]:
+    """Return the tokens with text before `ending`, such as "}.\\n" in the tokenizers of many models.
+
+    They end a continuation, and are part of it.
+    """
+    texts = (tokenizer.decode([index]).partition(ending) for index in range(tokenizer.vocab_size))
+    return tuple(index for index, (before, end, _) in enumerate(texts) if end and before.strip())
+
+
 def text_until(tokenizer: Tokenizer, ids: Sequence[int], ending: str | None = None) -> tuple[str, int]:
     """Return a continuation's text up to `ending`, and the number of its tokens that this takes.
 

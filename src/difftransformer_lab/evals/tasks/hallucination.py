@@ -22,7 +22,7 @@ from ..engine import Scores, Task
 from ..judges.base import Case, Judge, Judgment, judge_all
 from ..judges.endpoint import EndpointJudge
 from ..judges.overlap import OverlapJudge
-from ..models.stopping import stop_tokens
+from ..models.stopping import closing_tokens, stop_tokens
 from ..prompts.chat import chat_frame
 from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
@@ -138,6 +138,7 @@ class HallucinationTask(Task):
         # a special token.
         self.one_line = options.prompt == "base"
         self.stop = stop_tokens(self.tokenizer, "\n" if self.one_line else None)
+        self.closing = closing_tokens(self.tokenizer, "\n") if self.one_line else ()
         self.leading = tuple(token for token in self.stop if not self.tokenizer.decode([token]).strip())
         names = options.sets or ([] if options.file else list(GROUNDED_SETS))
         for name in names:
@@ -167,7 +168,8 @@ class HallucinationTask(Task):
                 document = [*document[: (room + 1) // 2], *document[len(document) - room // 2 :]]
                 self._cut += 1
             self.items.append((name, item))
-            self.requests.append(Continuation((*start, *document, *end), cap, self.stop, self.leading))
+            prompt = (*start, *document, *end)
+            self.requests.append(Continuation(prompt, cap, self.stop, self.leading, closing=self.closing))
 
     def scored_by(self) -> Any:
         """Return the judge, and what it is shown of each item."""

@@ -20,7 +20,7 @@ from ...plots.seeds import share_intervals
 from ...results import TaskResult
 from ..engine import Scores, Task
 from ..judges.math_answers import check_installed, is_right
-from ..models.stopping import stop_tokens, text_until
+from ..models.stopping import closing_tokens, stop_tokens, text_until
 from ..prompts.chat import chat_frame
 from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
@@ -96,9 +96,10 @@ class MathTask(Task):
         # A worked example is one line, and what follows is another problem.
         self.ending = _LINE if options.prompt == "base" and options.shots else None
         stop = stop_tokens(self.tokenizer, self.ending)
+        closing = closing_tokens(self.tokenizer, self.ending) if self.ending else ()
         frame = chat_frame(self.tokenizer) if options.prompt == "chat" else ([self.tokenizer.begin_of_text], [])
         self.requests = [
-            Continuation((*frame[0], *ids, *frame[1]), options.max_new_tokens, stop)
+            Continuation((*frame[0], *ids, *frame[1]), options.max_new_tokens, stop, closing=closing)
             for ids in self.tokenizer.encode_batch([_prompt(options, problem) for problem in self.problems])
         ]
         for problem, request in zip(self.problems, self.requests, strict=True):
