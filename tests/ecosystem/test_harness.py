@@ -16,7 +16,7 @@ from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import EvaluationError
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.prompts.texts import TaskContext
-from difftransformer_lab.evals.tasks.harness import Harness, HarnessTask, Options, run_harness
+from difftransformer_lab.evals.tasks.harness import Harness, HarnessTask, Options, _items, run_harness
 from difftransformer_lab.results import TaskResult, read_result
 from tests.support.tiny_folders import logits, saved, stock
 
@@ -179,6 +179,18 @@ def test_lm_evals_own_class_opens_a_folder_after_the_import(needs, tasks, tmp_pa
     accuracy, bits = expected(network)
     assert found["tiny_choice"]["acc,none"] == accuracy
     assert found["tiny_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
+
+
+def test_a_perplexity_has_no_items():
+    """As in LAMBADA, where lm-eval keeps the log-likelihood of each answer and gives exp(-mean): the greater, the better."""
+    samples = [
+        {"doc_id": index, "filter": "none", "metrics": ["perplexity", "acc"], "perplexity": -2.5, "acc": index}
+        for index in range(2)
+    ]
+    assert _items({"samples": {"lambada_openai": samples}}, 0) == [
+        {"name": "acc lambada_openai, 0 shots", "item": "document 0", "score": 0.0},
+        {"name": "acc lambada_openai, 0 shots", "item": "document 1", "score": 1.0},
+    ]
 
 
 def test_what_is_wrong_is_said_on_one_line(needs, tasks, tmp_path, monkeypatch, capsys):

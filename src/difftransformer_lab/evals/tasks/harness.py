@@ -255,21 +255,22 @@ _UNITS = {
     "bits_per_byte": "bits/byte",
     "byte_perplexity": "per byte",
     "word_perplexity": "per word",
-    "perplexity": "per token",
+    "perplexity": "per answer",
 }
 
 
 def _items(results: dict[str, Any], shots: int | None, length: int | None = None) -> list[dict[str, Any]]:
-    """Return the scores of single documents, where a metric is one number for each document.
+    """Return the scores of single documents, where a metric is the mean of one number for each document.
 
-    A document answers once for each filter, number of shots and length, so these are in the name of the figure.
+    A perplexity is none: lm-eval keeps the log-likelihood of each document beside it. A document answers once for each filter,
+    number of shots and length, so these are in the name of the figure.
     """
     rows = []
     for task, samples in results.get("samples", {}).items():
         for sample in samples:
             for metric in sample.get("metrics", []):
-                score = sample.get(metric)
-                if isinstance(score, (bool, int, float)) and (not metric.isdecimal() or int(metric) == length):
+                score, is_asked = sample.get(metric), not metric.isdecimal() or int(metric) == length
+                if isinstance(score, (bool, int, float)) and is_asked and metric not in _UNITS:
                     how = [] if shots is None else [f"{shots} shots"]
                     how += [] if length is None else [f"{length} tokens"]
                     how += [] if sample["filter"] == "none" else [sample["filter"]]
