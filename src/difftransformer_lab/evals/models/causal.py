@@ -209,7 +209,8 @@ class CausalLanguageModel:
 
     def _parts_of(self, ids: Tensor) -> Sequence[Tensor]:
         """Divide rows (B, T) into what is computed in one pass each."""
-        return ids.split(CHUNK_TOKENS, 1) if goes_on(self.model) else (ids,)
+        parts: Sequence[Tensor] = ids.split(CHUNK_TOKENS, 1) if goes_on(self.model) else (ids,)
+        return parts
 
     def _continuations(self, requests: Sequence[Continuation]) -> Answers:
         if self._shares(requests):
