@@ -137,7 +137,7 @@ def test_parts_hold_every_request_once(alone):
 
 def test_a_common_prefix_is_kept_within_a_run():
     """Documents of 200 tokens with 40 short questions each: a run ends only where little is computed again."""
-    model = CausalLanguageModel(tiny_folders.model(), tokenizer=None)
+    model = CausalLanguageModel(tiny_folders.model(max_position_embeddings=256), tokenizer=None)
     documents = [tuple(range(begin, begin + 200)) for begin in (0, 1000)]
     requests = [Choice((*document, 300 + n), ((1,), (2,))) for document in documents for n in range(40)]
     parts = model.parts(requests)
