@@ -52,6 +52,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     pages = measured.blocks(found)
     pages[DOCS.parent / "README.md"]["studies"] = readme_table(told).markdown(addresses(told, "docs/"))
     pages[DOCS / "initialization.md"] = pages.get(DOCS / "initialization.md", {}) | {"start-loss": start_loss(found)}
+    pages[DOCS / "retrieval.md"]["controls"] = retrieving_arms(found)
     pages[DOCS / "findings.md"] = {
         "claims": claims_table(judge(read_claims(), found)).markdown(addresses(found)),
         "studies": studies_table(found).markdown(addresses(found)),
@@ -148,6 +149,26 @@ def one_rate_table(evidence: Evidence) -> Table:
     return Table(
         "one-rate", "", (Group("start", numeric=False), *(Group(column) for column in columns)), rows, [ONE_RATE]
     )
+
+
+def retrieving_arms(found: list[Studied]) -> str:
+    """Return what each arm of `controls` retrieves at its learning rate, and its loss; means over seeds."""
+    one = next((one for one in found if one.evidence.slug == "controls-laptop"), None)
+    if one is None:
+        return "The study has not run yet.\n"
+    evidence, rates = one.evidence, {rate.arm: rate for rate in one.evidence.index.rates}
+    labels = {"retrieval, seen cities": 2, "retrieval, unseen cities": 2, "held-out loss": 3}
+    figures = [(figure, labels[figure.label]) for figure in evidence.index.figures if figure.label in labels]
+    rows = []
+    for arm in evidence.index.arms:
+        if runs := list(evidence.at(arm.name, ()).values()):
+            means = [f"{fmean(figure_of(run, figure) for run in runs):.{places}f}" for figure, places in figures]
+            edge = " (edge)" if rates[arm.name].is_at_edge else ""
+            rows.append([arm.label, str(len(runs)), f"{rates[arm.name].learning_rate:g}{edge}", *means])
+    columns = ["seeds", "learning rate", *(f"{figure.label}, {figure.unit}" for figure, _ in figures)]
+    groups = (Group("model", numeric=False), *(Group(column) for column in columns))
+    note = "Means over seeds. (edge): the rate lies at the edge of those tried."
+    return Table("controls", "", groups, rows, [note]).markdown()
 
 
 def figure(one: Studied) -> str | None:
