@@ -209,7 +209,8 @@ class CausalLanguageModel:
 
     def _parts_of(self, ids: Tensor) -> Sequence[Tensor]:
         """Divide rows (B, T) into what is computed in one pass each."""
-        parts: Sequence[Tensor] = ids.split(CHUNK_TOKENS, 1) if goes_on(self.model) else (ids,)
+        is_long = ids.shape[1] > CHUNK_TOKENS
+        parts: Sequence[Tensor] = ids.split(CHUNK_TOKENS, 1) if is_long and goes_on(self.model) else (ids,)
         return parts
 
     def _continuations(self, requests: Sequence[Continuation]) -> Answers:
@@ -245,7 +246,7 @@ class CausalLanguageModel:
         right = [request.right for request in requests if isinstance(request, ScoredContinuation)]
         losses: list[list[float]] = []
         # A model with other kinds of layers creates its own cache.
-        cache = growing_cache(self.model) if can_be_cut(self.model) else None
+        cache: Any = growing_cache(self.model) if can_be_cut(self.model) else None
         left, inputs = list(range(len(requests))), ids
         while left:
             for part in self._parts_of(inputs):
