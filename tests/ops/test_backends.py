@@ -271,6 +271,8 @@ def test_explain():
     assert tuple(reasons) == backend_names()
     assert all(reasons[name] is None for name in ("reference", "cpu", "chunked", "sdpa", "flex"))
     assert explain(problem(width=256))["triton"] == "takes D up to 128 and E up to 256, not D = 256 and E = 64"
+    odd = problem(device_type="cuda", dtype=torch.bfloat16, width=20)
+    assert explain(odd)["triton"] == "takes multiples of 8 as D and E in bfloat16, not D = 20 and E = 64"
     assert reasons["flash"] == "runs on CUDA, not on cpu"
     assert explain(problem(device_type="cuda"))["cpu"] == "runs on the CPU, not on cuda"
     assert explain(problem(dtype=torch.float64))["cpu"] == "takes float32, bfloat16 and float16, not float64"

@@ -400,14 +400,14 @@ def test_a_scale_is_positive_where_masks_come_before_it(backend, case, scale, mo
 @each(LABELS)
 def test_lam_stays_in_fp32(backend):
     """A lam that bf16 cannot hold: with both maps equal the output is (1 - lam) V, and 1 - lam would round to 0."""
-    query, value = torch.zeros(1, 1, 4, 16).bfloat16(), torch.ones(1, 1, 4, 8).bfloat16()
-    case = Case("equal maps", H=1, G=1, T=4, S=4, D=8, E=8)
+    query, value = torch.zeros(1, 1, 4, 32).bfloat16(), torch.ones(1, 1, 4, 16).bfloat16()
+    case = Case("equal maps", H=1, G=1, T=4, S=4, D=16, E=16)
     case = with_inputs(case, lambda *_: (query, query, value, torch.tensor(0.9995), value))
     results = backend.results(case, torch.bfloat16)
-    torch.testing.assert_close(results["out"].float(), torch.full((1, 1, 4, 8), 0.0005), rtol=1e-2, atol=0)
+    torch.testing.assert_close(results["out"].float(), torch.full((1, 1, 4, 16), 0.0005), rtol=1e-2, atol=0)
     if "lam" in results:
         assert results["lam"].dtype == torch.float32
-        torch.testing.assert_close(results["lam"], torch.tensor(-32.0))
+        torch.testing.assert_close(results["lam"], torch.tensor(-64.0))
 
 
 # Restrictions.

@@ -143,7 +143,7 @@ LARGE = {  # from n positions and the width of one map
     "shared key": lambda n, width: {"shared_key": True, "H": 8},
     "one group": lambda n, width: {"H": 8, "G": 1, "T": n // 2},
     "softmax": lambda n, width: {"lam": None},
-    "odd widths": lambda n, width: {"D": width - 3, "E": 2 * width + 5},
+    "padded widths": lambda n, width: {"D": width - width // 8, "E": 2 * width + width // 8},
     "D = 128": lambda n, width: {"D": 2 * width, "E": 4 * width, "B": 1},
     "D = 96": lambda n, width: {"D": 3 * width // 2, "E": 3 * width, "B": 1},
     "D = 32": lambda n, width: {"D": width // 2, "E": width},
@@ -162,6 +162,35 @@ def large(name, device):
 def test_large_calls(name, dtype, form, device, take):
     take(form)
     assert_as_good_there(large(name, device), device, dtype, gradients=form != "both_maps")
+
+
+@on_both(("odd",), "odd", [torch.float32], form=FORMS)
+def test_odd_widths(name, dtype, form, device, take):
+    take(form)
+    case = large("causal", device)
+    assert_as_good_there(dataclasses.replace(case, D=case.D - 3, E=case.E + 5), device, dtype, gradients=form != "both_maps")
+
+
+@on_both(("causal", "shared key"), "causal", LOW, form=FORMS)
+def test_rows_at_odd_addresses(name, dtype, form, device, take):
+    """Views that start at any number and whose rows lie at any distance, the gradient of the output among them."""
+    take(form)
+    case = moved(large(name, device), device)
+    leaves, lam, grad = tensors(case, dtype)
+
+    def odd(x):
+        room = x.new_zeros(*x.shape[:3], x.shape[3] + 3)
+        room[..., 1:-2] = x.detach()
+        return room[..., 1:-2].requires_grad_(x.requires_grad)
+
+    found = []
+    for place in (lambda x: x, odd):
+        inputs = [place(x) for x in leaves[:3]]
+        with torch.set_grad_enabled(form != "both_maps"):
+            out = op(case, "triton")(*inputs, lam)
+        found.append((out, *(() if form == "both_maps" else torch.autograd.grad(out, inputs, place(grad)))))
+    for x, y in zip(*found, strict=True):
+        assert relative_error(x, y) <= (2 * torch.finfo(dtype).eps if form == "atomic" else 0)
 
 
 @on_both(("causal", "left padding", "D = 128"), "left padding", form=FORMS)
@@ -245,7 +274,7 @@ def test_a_backward_that_adds_is_close_to_one_that_does_not(name, dtype, device,
         assert relative_error(x, y) < (1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps)
 
 
-@on_both(("left padding", "documents", "odd widths"), "left padding", [torch.float16], norm=NORM, form=FORMS)
+@on_both(("left padding", "documents", "padded widths"), "left padding", [torch.float16], norm=NORM, form=FORMS)
 def test_no_uninitialised_memory(name, dtype, norm, form, device, take):
     take(form)
     case = moved(large(name, device), device)

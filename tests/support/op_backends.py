@@ -1,5 +1,6 @@
 """The backends of the op as its tests meet them: a row of `TABLE` each, with how it is made available on this machine."""
 
+import dataclasses
 import functools
 import sys
 import types
@@ -46,6 +47,7 @@ class OpBackend:
         times: In low precision, how many times the error of eager PyTorch it may have; three times where it subtracts
             rounded terms, which may be larger than their difference, as its documentation says.
         tolerance: Of fp32, relative to the largest number.
+        width_factor: What D and E must be multiples of; those of cases are rounded up.
         is_heavy: Whether it takes a second for a call here, so that most calls are slow tests.
         is_further_form: Whether it shares most of its code with another row, so that few calls show what is its own.
     """
@@ -60,6 +62,7 @@ class OpBackend:
     low: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     times: int = 2
     tolerance: float = 2e-5
+    width_factor: int = 1
     is_heavy: bool = False
     is_further_form: bool = False
 
@@ -113,6 +116,13 @@ class OpBackend:
         if isinstance(given, dict):
             return {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         return tuple(x.to(self.device) if isinstance(x, torch.Tensor) else x for x in given)
+
+
+@functools.cache  # a case is itself
+def rounded_up(case, factor):
+    """The case with widths that are multiples."""
+    D, E = (-(-width // factor) * factor for width in (case.D, case.E))
+    return case if (D, E) == (case.D, case.E) else dataclasses.replace(case, D=D, E=E)
 
 
 # How backends are made available.
@@ -264,8 +274,9 @@ TABLE = (
     OpBackend(name="flex", provide=flex_as_on_a_gpu, marks=(hidden_by_compile,), low=(torch.bfloat16,), times=3,
               is_heavy=True),
     OpBackend(**FLASH, provide=install_flash),
-    OpBackend(**ON_CUDA, name="triton", label="triton on CUDA"),
-    OpBackend(**ON_CUDA, name="flex", label="flex on CUDA", times=3, tolerance=1e-3),  # its products may be in TF32
+    OpBackend(**ON_CUDA, name="triton", label="triton on CUDA", width_factor=8),
+    # Its products may be in TF32.
+    OpBackend(**ON_CUDA, name="flex", label="flex on CUDA", times=3, tolerance=1e-3, width_factor=16),
     OpBackend(**FLASH | ON_CUDA | {"provide": has_flash_attn}, label="flash on CUDA"),
 )  # fmt: skip
 LABELS = tuple(map(str, TABLE))
@@ -293,7 +304,8 @@ def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, few=
         both = (torch.float32,) if row.is_heavy else (torch.float32, row.low[0])
         chosen = {"low": row.low, "both": both}[dtypes] if isinstance(dtypes, str) else dtypes or [None]
         named = heavy if row.is_heavy and heavy is not None else quick
-        for case in [None] if cases is None else filter(row.takes, cases):
+        fitting = [None] if cases is None else [rounded_up(case, row.width_factor) for case in cases if row.takes(case)]
+        for case in fitting:
             only = (few or {}).get(str(row), heavy if row.is_further_form else None)
             if case is not None and only is not None and case.name not in only:
                 continue

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from . import fused
-from .problem import Call, Problem
+from .problem import LOW_PRECISION, Call, Problem
 
 DESCRIPTION = "fused Triton kernels for GPUs, forward, backward and decoding; subtracts in fp32, once"
 MAX_WIDTH, MAX_VALUE_WIDTH = 128, 256
+WIDTH_FACTOR = 8  # in bf16 and fp16: rows are loaded 16 bytes at a time
 MIN_CAPABILITY = (8, 0)  # matrix instructions for bf16
 
 _library, _attend = fused.define(
@@ -32,6 +33,10 @@ def supports(problem: Problem) -> str | None:
         return "takes bfloat16, float16 and float32, not float64"
     if problem.width > MAX_WIDTH or problem.value_width > MAX_VALUE_WIDTH:
         return f"takes D up to {MAX_WIDTH} and E up to {MAX_VALUE_WIDTH}, not D = {problem.width} and E = {problem.value_width}"
+    is_odd = problem.width % WIDTH_FACTOR or problem.value_width % WIDTH_FACTOR
+    if is_odd and problem.device_type == "cuda" and problem.dtype in LOW_PRECISION:
+        dtype, sizes = str(problem.dtype).removeprefix("torch."), f"D = {problem.width} and E = {problem.value_width}"
+        return f"takes multiples of {WIDTH_FACTOR} as D and E in {dtype}, not {sizes}"
     return fused.untraceable() or _unavailable(problem.device_type)
 
 

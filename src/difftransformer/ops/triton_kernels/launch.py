@@ -31,6 +31,8 @@ from .tiles import Seen
 LOG2_E = math.log2(math.e)
 # Rows of a program that works row by row, and its options.
 ROWS = 32
+# What Triton must know to divide strides for loads of 16 bytes; see `aligned`.
+STRIDE_FACTOR = 16
 ROWS_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
@@ -52,12 +54,35 @@ class Forward(NamedTuple):
     inverse_rms: Tensor
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Return (B, heads, positions, width) with a last dimension of stride 1, and in low precision with rows of whole 16 bytes.
+
+    For rows at other addresses Triton 3.6 compiled a backward for Hopper whose second product with a tile was wrong.
+    """
+    if x.stride(-1) == 1 and (x.dtype not in LOW_PRECISION or _is_aligned(x)):
+        return x
+    if x.dtype not in LOW_PRECISION:
+        return x.contiguous()
+    return _aligned_like(x).copy_(x)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and not any(stride % STRIDE_FACTOR for stride in x.stride()[:3])
+
+
+def _aligned_like(x: Tensor) -> Tensor:
+    """Allocate a tensor of this shape, (B, heads, positions, width), whose rows start at multiples of 16 numbers."""
+    batch, heads, positions, width = x.shape
+    room = triton.cdiv(width, STRIDE_FACTOR) * STRIDE_FACTOR
+    return x.new_empty(batch, positions, heads, room)[..., :width].transpose(1, 2)
+
+
 class Inputs:
-    """The tensors of a call as the kernels take them: last dimensions of stride 1, lambda expanded to (B, H, T)."""
+    """The tensors of a call as the kernels take them: aligned, with lambda expanded to (B, H, T)."""
 
     def __init__(self, call: Call) -> None:
         query, key, value, lam, restrictions, self.scale, _ = call
-        self.query, self.key, self.value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        self.query, self.key, self.value = (aligned(x) for x in (query, key, value))
         self.is_differential = lam is not None
         self.batch, self.heads, self.queries = query.shape[:3]
         self.groups, self.keys, self.value_width = value.shape[1:]
@@ -255,13 +280,13 @@ def backward(
             weight_grad,
         )
     delta = torch.empty_like(saved.lse)
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    grad = aligned(grad)
     plain = saved.plain if inputs.is_differential or norm is not None else saved.out
     grid = (triton.cdiv(queries, ROWS) * batch * heads,)
     heads_grad = grad
     by_program = None
     if norm is not None:
-        heads_grad = torch.empty_like(saved.out)
+        heads_grad = _aligned_like(saved.out)
         if weight_grad.numel():
             by_program = plain.new_empty(*grid, inputs.value_width, dtype=torch.float32)
     weight, _, factor = norm or (None, 0.0, 1.0)
