@@ -24,7 +24,7 @@ from tests.support.calls import (
     unseen_keys,
     with_unseen,
 )
-from tests.support.cases import BY_NAME, CAUSAL, assert_close, exact, ints, new_memory_is_nan, normed_op, random_mask
+from tests.support.cases import BY_NAME, CAUSAL, assert_close, exact, ints, new_memory_is_nan, normed_op, op, random_mask
 from tests.support.op_backends import FLOAT64, FORMS, FUSED, PLAIN, each
 from tests.support.oracle import Case, output_and_gradients, relative_error
 
@@ -467,6 +467,17 @@ def test_compiles_to_the_same_numbers(backend, case):
     if str(backend) in FUSED:
         assert_same_bits(found, plain)
     assert all(relative_error(x, y) < 1e-6 for x, y in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_compiles_where_torch_cannot_trace_which_devices_have_autocast(backend, monkeypatch):
+    """As torch 2.11."""
+    torch.compiler.reset()
+    untraceable = torch.compiler.disable(torch.amp.is_autocast_available)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
+    attend, inputs = op(SMALL, backend), SMALL.inputs(requires_grad=False)[:4]
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*inputs), attend(*inputs))
 
 
 @each(("flex",), COMPILED, heavy=("both ends, causal mask",))

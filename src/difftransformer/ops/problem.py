@@ -22,9 +22,14 @@ LARGEST_WINDOW = 2**31 - 1  # positions are int32 in kernels
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Disable autocast inside the block: the dtypes of the operators are explicit."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
+
+
+@torch.compiler.assume_constant_result
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)  # torch 2.11 cannot trace it
 
 
 class Restrictions(NamedTuple):
