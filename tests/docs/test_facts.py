@@ -114,11 +114,11 @@ def test_the_starts_of_the_studies(trained):
 
 
 def test_studies_that_have_a_plan_and_no_run(studies):
-    said = re.search(r"(\w+) studies have a plan and none of its runs yet: (.+?) \(", text_of("docs/findings.md"))
+    said = re.search(r"(\w+) stud(?:y has|ies have) a plan and none of its runs yet: (.+?) \(", text_of("docs/findings.md"))
     planned = {name for name in shipped_recipes("studies") if load_study(name).presets["laptop"].plan}
     missing = {name for name in planned if f"{name}-laptop" not in studies}
     assert set(re.findall(r"`(\w+)`", said[2])) == missing
-    assert said[1] == {2: "Two", 3: "Three", 4: "Four"}[len(missing)]
+    assert said[1] == {1: "One", 2: "Two", 3: "Three", 4: "Four"}[len(missing)]
 
 
 def test_the_share_of_retrieved_needles(studies):
@@ -131,6 +131,22 @@ def test_the_share_of_retrieved_needles(studies):
         runs = evidence.at(arm, ()).values()
         assert len(runs) == 20
         assert f"{fmean(figure_of(run, figure) for run in runs):.2f}" == share
+
+
+def test_recall_among_noise(studies):
+    evidence = studies["noise-laptop"]
+    (figure,) = [one for one in evidence.index.figures if one.label == "right answers during training"]
+    number = r"([\d.]+\d)"
+    said = re.search(
+        rf"Without noise DIFF answers {number} of the questions during training, V2 {number}, the Transformer {number} and wide "
+        rf"heads {number}\. With 60 % noise it is {number}, {number}, {number} and {number}\.",
+        text_of("docs/findings.md"),
+    )
+    arms = [(arm, (share,)) for share in ("0", "0.6") for arm in ("diff", "v2", "twin", "wide")]
+    for (arm, point), mean in zip(arms, said.groups(), strict=True):
+        runs = evidence.at(arm, point).values()
+        assert len(runs) == 20
+        assert f"{fmean(figure_of(run, figure) for run in runs):.2f}" == mean
 
 
 def test_the_list_of_studies_and_their_sizes():
