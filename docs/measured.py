@@ -51,6 +51,7 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
             "loss": printed(bench("loss")),
             "overhead": printed(bench("overhead")),
         },
+        "performance-gpu.md": {"attention": printed(bench("bench-h200"))},
         "accelerate.md": {"diffllama": printed(bench("diffllama"))},
         "upcycling.md": {"upcycle": upcycling_tables(upcycled)},
         "evaluation-intervals.md": {"intervals": coverage_table()},
@@ -88,6 +89,8 @@ def printed(result: Bench, *names: str) -> str:
 def circumstances(result: Bench) -> str:
     """Return the command of a benchmark, and how busy the machine was."""
     where = result.environment
+    if where.device != "cpu":
+        return f"`{result.command}`, {where.device}, torch {where.torch}."
     threads = "one thread" if where.threads == 1 else f"{where.threads} threads"
     return (
         f"`{result.command}`, {where.processor}, torch {where.torch}, {threads}; other processes took "

@@ -118,10 +118,11 @@ TABLE: tuple[Row, ...] = (
     # Chunked v reference v sdpa: fp32 16x2x256x32 30 v 69 v 53, 1x8x2048x64 482 v 3338 v 946; bf16 27 v 77 v 58,
     # 534 v 2889 v 725. One query, 8x8x1x64 with S = 1024, forward: 10.6 v 11.2 v 97; bf16 11.0 v 9.6 v 66.
     Row("chunked", device_type="cpu"),
-    # CUDA, not measured: by counted work, in units of 2 T S D for a differential head with E = 2 D, forward / backward.
-    # triton: 6 / 10, or 6 / 14 for the same bits every time, and a cache is read once; flash: two calls 6 / 14, or four
-    # 8 / 20; sdpa: one padded call 8 / 20; flex: two calls 6 / 14 in a generated kernel that is compiled on first use, so
-    # sdpa comes before it for short problems with a mask.
+    # CUDA. triton v sdpa on an H200 in bf16: 8x16x2048x64 2.65 v 5.15, 2x8x8192x128 8.62 v 11.0, 1x16x32768x64 58 v 55;
+    # one query, 8x16x1x64 with S = 8192: 0.14 v 1.54. softmax: 2x32x8192x64 triton 6.9 v sdpa 7.3, forward alone 1.6 v 1.9.
+    # The rest is not measured: by counted work, in units of 2 T S D for a differential head with E = 2 D, forward / backward,
+    # flash takes 6 / 14 in two calls or 8 / 20 in four, and flex 6 / 14 in a generated kernel that is compiled on first use,
+    # so sdpa (8 / 20 in one padded call) comes before it for short problems with a mask.
     Row("triton", op="differential", device_type="cuda", dtypes=LOW_PRECISION),
     Row("flash", op="differential", device_type="cuda"),
     Row("sdpa", device_type="cuda", needs_mask=False),
