@@ -114,7 +114,9 @@ def test_the_starts_of_the_studies(trained):
 
 
 def test_studies_that_have_a_plan_and_no_run(studies):
-    said = re.search(r"(\w+) stud(?:y has|ies have) a plan and none of its runs yet: (.+?) \(", text_of("docs/findings.md"))
+    said = re.search(
+        r"(\w+) stud(?:y has|ies have) a plan and none of its runs yet: (.+?) \(", text_of("docs/findings.md")
+    )
     planned = {name for name in shipped_recipes("studies") if load_study(name).presets["laptop"].plan}
     missing = {name for name in planned if f"{name}-laptop" not in studies}
     assert set(re.findall(r"`(\w+)`", said[2])) == missing
@@ -138,8 +140,8 @@ def test_recall_among_noise(studies):
     (figure,) = [one for one in evidence.index.figures if one.label == "right answers during training"]
     number = r"([\d.]+\d)"
     said = re.search(
-        rf"Without noise DIFF answers {number} of the questions during training, V2 {number}, the Transformer {number} and wide "
-        rf"heads {number}\. With 60 % noise it is {number}, {number}, {number} and {number}\.",
+        rf"Without noise DIFF answers {number} of the questions during training, V2 {number}, the Transformer {number} and "
+        rf"wide heads {number}\. With 60 % noise it is {number}, {number}, {number} and {number}\.",
         text_of("docs/findings.md"),
     )
     arms = [(arm, (share,)) for share in ("0", "0.6") for arm in ("diff", "v2", "twin", "wide")]

@@ -24,7 +24,17 @@ from tests.support.calls import (
     unseen_keys,
     with_unseen,
 )
-from tests.support.cases import BY_NAME, CAUSAL, assert_close, exact, ints, new_memory_is_nan, normed_op, op, random_mask
+from tests.support.cases import (
+    BY_NAME,
+    CAUSAL,
+    assert_close,
+    exact,
+    ints,
+    new_memory_is_nan,
+    normed_op,
+    op,
+    random_mask,
+)
 from tests.support.op_backends import FLOAT64, FORMS, FUSED, PLAIN, each
 from tests.support.oracle import Case, output_and_gradients, relative_error
 

@@ -168,7 +168,9 @@ def test_large_calls(name, dtype, form, device, take):
 def test_odd_widths(name, dtype, form, device, take):
     take(form)
     case = large("causal", device)
-    assert_as_good_there(dataclasses.replace(case, D=case.D - 3, E=case.E + 5), device, dtype, gradients=form != "both_maps")
+    assert_as_good_there(
+        dataclasses.replace(case, D=case.D - 3, E=case.E + 5), device, dtype, gradients=form != "both_maps"
+    )
 
 
 @on_both(("causal", "shared key"), "causal", LOW, form=FORMS)
