@@ -17,7 +17,7 @@ from difftransformer_lab.report.claims import Claim, ClaimTest, Explored, Named
 from difftransformer_lab.report.page import Page as ReportPage
 from difftransformer_lab.report.page import all_tables, write_page
 from difftransformer_lab.report.studied import with_shared
-from difftransformer_lab.report.study_page import brief_answer, found_words, studies_page, study_page
+from difftransformer_lab.report.study_page import brief_answer, claims_table, found_words, studies_page, study_page
 from difftransformer_lab.report.tables import Group, Table
 from difftransformer_lab.results import (
     Change,
@@ -234,6 +234,8 @@ def test_a_claim_is_never_decided_by_exploration():
     weak = dataclasses.replace(CLAIM, explored=[dataclasses.replace(CLAIM.explored[0], weak="Few questions.")])
     assert judge([weak], [studied(controls(seen))])[0].state == "not tested with enough power"
     assert judge([Claim(claim="c", paper="p", not_testable="why")], [])[0].state == "not testable here"
+    waiting = judge([Claim(claim="c", paper="p", not_run="many runs")], [])
+    assert claims_table(waiting).rows == [["c", "p", "not run yet", "", "many runs", ""]]
 
 
 def test_what_was_explored_is_told_only_while_no_contrast_is_decided():

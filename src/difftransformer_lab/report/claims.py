@@ -80,6 +80,7 @@ class Claim:
         beside: Contrasts that say what an effect is due to, and neither for nor against the claim.
         explored: What exploring studies found about it, told while no contrast is decided.
         not_testable: Why no study of this size can test it, and at which size one could.
+        not_run: What has to be run to test it, told while no run of that is there.
     """
 
     claim: str
@@ -88,6 +89,7 @@ class Claim:
     beside: list[Named] = field(default_factory=list)
     explored: list[Explored] = field(default_factory=list)
     not_testable: str = ""
+    not_run: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

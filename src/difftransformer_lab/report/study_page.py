@@ -165,7 +165,7 @@ def claims_table(judged: Sequence[Judged]) -> Table:
     for one in judged:
         head = [one.claim.claim, one.claim.paper, one.state]
         evident = [[said.study.evidence.slug, said.words, said.vote] for said in one.evident]
-        evident = evident or [["", one.claim.not_testable, ""]]
+        evident = evident or [["", one.claim.not_testable or one.claim.not_run, ""]]
         rows += [[*(head if place == 0 else ["", "", ""]), *cells] for place, cells in enumerate(evident)]
     groups = names("claim", "in the paper", "here", "study", "what it found, or why there is none", "says")
     return Table("claims", "Claims of the paper", groups, rows, [CLAIMS_NOTE])
