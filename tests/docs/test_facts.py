@@ -142,7 +142,7 @@ def test_recall_among_noise(studies):
     said = re.search(
         rf"Without noise DIFF answers {number} of the questions during training, V2 {number}, the Transformer {number} and "
         rf"wide heads {number}\. With 60 % noise it is {number}, {number}, {number} and {number}\.",
-        text_of("docs/findings.md"),
+        text_of("docs/retrieval.md"),
     )
     arms = [(arm, (share,)) for share in ("0", "0.6") for arm in ("diff", "v2", "twin", "wide")]
     for (arm, point), mean in zip(arms, said.groups(), strict=True):
