@@ -1,8 +1,9 @@
 """What pages say of the demo, of recipes, of studies and of reports is what the recipes, the records and the code say."""
 
 import re
+from math import inf
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 
@@ -149,6 +150,24 @@ def test_recall_among_noise(studies):
         runs = evidence.at(arm, point).values()
         assert len(runs) == 20
         assert f"{fmean(figure_of(run, figure) for run in runs):.2f}" == mean
+    _, _, _, _, diff, v2, twin, _ = said.groups()
+    assert f"with 60 % noise it answers {diff}, V2 {v2} and the Transformer {twin}" in text_of("docs/findings.md")
+    assert f"with 60 % noise it answers {diff} of the questions, `diff_v2` {v2} and the Transformer {twin}" in text_of(
+        "docs/choose.md"
+    )
+
+    def steps(arm, share):
+        curves = [run.curves["validation_accuracy"] for run in evidence.at(arm, (share,)).values()]
+        reached = ([s for s, v in zip(one.steps, one.values, strict=True) if v >= 0.9] for one in curves)
+        return [min(found, default=inf) for found in reached]
+
+    words = re.search(
+        r"Half of DIFF's runs give 90 % right answers within (\d+) of the 1,200 steps without noise and within (\d+) with it, "
+        r"where (\d+) of the Transformer's 20 never do",
+        text_of("docs/retrieval.md"),
+    )
+    found = (median(steps("diff", "0")), median(steps("diff", "0.6")), steps("twin", "0.6").count(inf))
+    assert found == tuple(map(int, words.groups()))
 
 
 def test_the_list_of_studies_and_their_sizes():

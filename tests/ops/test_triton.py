@@ -113,6 +113,24 @@ def test_nothing_is_read_past_the_end_of_a_tensor():
     assert (done.returncode, done.stdout.splitlines()) == (0, ["mask by head", "ranges", "documents"]), done.stderr
 
 
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("width", [16, 24, 12])
+def test_rows_in_low_precision_start_at_multiples_of_16_numbers(width, offset):
+    """Copied only where they do not; in fp32 never."""
+    launch = pytest.importorskip("difftransformer.ops.triton_kernels.launch")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        memory = torch.arange(2 * 5 * 3 * width + offset, dtype=torch.float32).to(dtype)
+        x = memory[offset:].view(2, 5, 3, width).transpose(1, 2)
+        found = launch.aligned(x)
+        assert torch.equal(found, x)
+        assert found.stride(-1) == 1
+        is_fine = dtype == torch.float32 or (width == 16 and offset != 1)
+        assert (found.data_ptr() == x.data_ptr()) == is_fine
+        if dtype != torch.float32:
+            assert found.data_ptr() % 16 == 0
+            assert all(stride % 16 == 0 for stride in found.stride()[:3])
+
+
 # Refusals.
 
 

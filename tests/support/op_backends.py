@@ -47,7 +47,7 @@ class OpBackend:
         times: In low precision, how many times the error of eager PyTorch it may have; three times where it subtracts
             rounded terms, which may be larger than their difference, as its documentation says.
         tolerance: Of fp32, relative to the largest number.
-        width_factor: What D and E must be multiples of; those of cases are rounded up.
+        width_factor: Of a dtype, what D and E must be multiples of; those of cases are rounded up. None stands for any dtype.
         is_heavy: Whether it takes a second for a call here, so that most calls are slow tests.
         is_further_form: Whether it shares most of its code with another row, so that few calls show what is its own.
     """
@@ -62,7 +62,7 @@ class OpBackend:
     low: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     times: int = 2
     tolerance: float = 2e-5
-    width_factor: int = 1
+    width_factor: Callable[[torch.dtype | None], int] = lambda dtype: 1
     is_heavy: bool = False
     is_further_form: bool = False
 
@@ -274,9 +274,10 @@ TABLE = (
     OpBackend(name="flex", provide=flex_as_on_a_gpu, marks=(hidden_by_compile,), low=(torch.bfloat16,), times=3,
               is_heavy=True),
     OpBackend(**FLASH, provide=install_flash),
-    OpBackend(**ON_CUDA, name="triton", label="triton on CUDA", width_factor=8),
+    OpBackend(**ON_CUDA, name="triton", label="triton on CUDA",
+              width_factor=lambda dtype: 1 if dtype == torch.float32 else 8),
     # Its products may be in TF32.
-    OpBackend(**ON_CUDA, name="flex", label="flex on CUDA", times=3, tolerance=1e-3, width_factor=16),
+    OpBackend(**ON_CUDA, name="flex", label="flex on CUDA", times=3, tolerance=1e-3, width_factor=lambda dtype: 16),
     OpBackend(**FLASH | ON_CUDA | {"provide": has_flash_attn}, label="flash on CUDA"),
 )  # fmt: skip
 LABELS = tuple(map(str, TABLE))
@@ -304,15 +305,15 @@ def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, few=
         both = (torch.float32,) if row.is_heavy else (torch.float32, row.low[0])
         chosen = {"low": row.low, "both": both}[dtypes] if isinstance(dtypes, str) else dtypes or [None]
         named = heavy if row.is_heavy and heavy is not None else quick
-        fitting = [None] if cases is None else [rounded_up(case, row.width_factor) for case in cases if row.takes(case)]
-        for case in fitting:
+        for case in [None] if cases is None else filter(row.takes, cases):
             only = (few or {}).get(str(row), heavy if row.is_further_form else None)
             if case is not None and only is not None and case.name not in only:
                 continue
             slow = [pytest.mark.slow] * (case is not None and named is not None and case.name not in named)
             for dtype in chosen:
-                values = [x for x in (row, case, dtype) if x is not None]
-                words = [str(x).removeprefix("torch.") if x is not case else case.name for x in values]
+                fitting = case and rounded_up(case, row.width_factor(dtype))
+                values = [x for x in (row, fitting, dtype) if x is not None]
+                words = [str(x).removeprefix("torch.") if x is not fitting else case.name for x in values]
                 marks = [*row.marks, *slow, *more.get(str(row), ())]
                 found.append(pytest.param(*values, marks=marks, id="-".join(words)))
     return pytest.mark.parametrize(names, found, indirect=["backend"])

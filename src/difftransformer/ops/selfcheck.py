@@ -1,8 +1,7 @@
 """Compare a backend with `reference` in float64 on small calls.
 
 Triton compiles its kernels on each machine, and has compiled wrong ones, so a process checks them before it first uses them
-on a GPU.
-`difftransformer doctor` checks every backend, on more calls.
+on a GPU. `difftransformer doctor` checks every backend, on more calls.
 """
 
 import os

@@ -33,8 +33,8 @@ def supports(problem: Problem) -> str | None:
         return "takes bfloat16, float16 and float32, not float64"
     if problem.width > MAX_WIDTH or problem.value_width > MAX_VALUE_WIDTH:
         return f"takes D up to {MAX_WIDTH} and E up to {MAX_VALUE_WIDTH}, not D = {problem.width} and E = {problem.value_width}"
-    is_odd = problem.width % WIDTH_FACTOR or problem.value_width % WIDTH_FACTOR
-    if is_odd and problem.device_type == "cuda" and problem.dtype in LOW_PRECISION:
+    is_multiple = problem.width % WIDTH_FACTOR == problem.value_width % WIDTH_FACTOR == 0
+    if not is_multiple and problem.device_type == "cuda" and problem.dtype in LOW_PRECISION:
         dtype, sizes = str(problem.dtype).removeprefix("torch."), f"D = {problem.width} and E = {problem.value_width}"
         return f"takes multiples of {WIDTH_FACTOR} as D and E in {dtype}, not {sizes}"
     return fused.untraceable() or _unavailable(problem.device_type)

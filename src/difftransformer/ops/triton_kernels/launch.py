@@ -31,9 +31,9 @@ from .tiles import Seen
 LOG2_E = math.log2(math.e)
 # Rows of a program that works row by row, and its options.
 ROWS = 32
-# What Triton must know to divide strides for loads of 16 bytes; see `aligned`.
-STRIDE_FACTOR = 16
 ROWS_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+# Triton loads 16 bytes at a time where it knows that this divides a stride.
+STRIDE_FACTOR = 16
 
 
 class Forward(NamedTuple):
@@ -55,9 +55,10 @@ class Forward(NamedTuple):
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return (B, heads, positions, width) with a last dimension of stride 1, and in low precision with rows of whole 16 bytes.
+    """Return x, (B, heads, positions, width), or a copy of it, with a last dimension of stride 1.
 
-    For rows at other addresses Triton 3.6 compiled a backward for Hopper whose second product with a tile was wrong.
+    In low precision its rows also start at multiples of 16 numbers. For rows at other addresses Triton 3.6 compiled a backward
+    for Hopper that gave wrong gradients or read out of range.
     """
     if x.stride(-1) == 1 and (x.dtype not in LOW_PRECISION or _is_aligned(x)):
         return x
