@@ -49,6 +49,10 @@ class DamagedResult(ResultsError):
     """A results file is not as it was written."""
 
 
+class Diverged(DiffTransformerError, ArithmeticError):
+    """Training met a loss or gradient that is not finite, and the run goes no further."""
+
+
 class FailedElsewhere(DiffTransformerError):
     """Another process of the same run has failed, and says why."""
 

@@ -60,7 +60,7 @@ def read_mapping(path: Path | str, shipped: dict[str, Path], expected: str) -> d
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         names = ", ".join(shipped)
-        raise ConfigError(f"{path}: no such recipe; name a YAML file, or one that is shipped: {names}") from None
+        raise ConfigError(f"{path}: no such file; name a YAML file, or one that is shipped: {names}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     try:

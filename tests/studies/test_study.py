@@ -13,16 +13,18 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from difftransformer.data import byte_tokenizer
-from difftransformer.errors import ConfigError, DataError
+from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.model import count
 from difftransformer.train import read_metrics
 from difftransformer_lab.cli.main import main
+from difftransformer_lab.report import read_evidence, studied, write_study
 from difftransformer_lab.results import ChosenRate, RunRecord, StudyIndex, read_result
 from difftransformer_lab.statistics import detectable
 from difftransformer_lab.studies import Design, Study, estimate, load_study, recipe_from
 from difftransformer_lab.studies.design import identity
 from difftransformer_lab.studies.jobs import tell, watched_by
 from difftransformer_lab.studies.plan import load_plan, registered
+from difftransformer_lab.studies.run import EXIT_DIVERGED
 from difftransformer_lab.studies.run import main as run_main
 from tests.support.cases import threads
 
@@ -76,7 +78,9 @@ def trained(monkeypatch):
             for job in jobs:
                 if not job.done:
                     tell(jobs)
-                    assert run_main([str(job.folder), "1", "cpu", *map(str, job.shards)]) == 0
+                    code = run_main([str(job.folder), "1", "cpu", *map(str, job.shards)])
+                    job.has_diverged = job.may_diverge and code == EXIT_DIVERGED
+                    assert code == 0 or job.has_diverged
                     titles.append(job.label)
                     job.done, job.seconds = True, 1e6
                     on_done(job)
@@ -128,7 +132,7 @@ def test_a_preset_takes_a_part(document, design):
     (("presets", "laptop", "tuning"), {"per": ["width"]}, "presets.laptop.tuning.per: unknown key"),
     (("arms", "diff", "set"), {"model.attention_typ": "diff"}, "did you mean attention_type?"),
     (("arms", "diff", "set"), {"evaluation.icl.items": 3}, "the recipe has no evaluation 'icl'"),
-    (("recipe",), "nowhere.yaml", "nowhere.yaml: no such recipe"),
+    (("recipe",), "nowhere.yaml", "nowhere.yaml: no such file"),
 ], ids=lambda value: ".".join(value) if isinstance(value, tuple) else None)  # fmt: skip
 def test_mistakes_are_named(document, design, path, value, message):
     place = document
@@ -336,6 +340,53 @@ def test_the_learning_rate_is_chosen_on_other_seeds(design, trained, tmp_path, d
     rates = Study(design(), tmp_path / "results").rates()
     assert all(len({mean for _, mean in rate.tried}) == 1 for rate in rates)
     assert {rate.arm: rate.learning_rate for rate in rates} == {"diff": 5e-3, "twin": 5e-3}
+
+
+DIVERGING = 1e30
+
+
+def page_of(study, folder):
+    return write_study(studied(read_evidence(study.index_file)), folder / "page")
+
+
+def test_a_rate_at_which_a_run_diverges_is_not_chosen(design, trained, tmp_path, document, caplog):
+    document["axes"] = {}
+    document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-3, DIVERGING], "seeds": 1}
+    study = Study(design(), tmp_path / "results")
+    index = study.train(tmp_path / "out", at_once=1)
+    assert index.planned == len(index.members) == 4 + 2
+    for rate in index.rates:
+        means = dict(rate.tried)
+        assert (rate.learning_rate, means[DIVERGING]) == (1e-3, None)
+        assert means[1e-3] > 0
+    assert "DIFF, learning rate 1e+30, seed 1000 diverged after step" in caplog.text
+    rates = (page_of(study, tmp_path).parent / "tables" / "rates.md").read_text().splitlines()
+    assert [line.split("|")[3:6:2] for line in rates[2:4]] == [[" 0.001 ", " diverged "]] * 2
+    trained.clear()
+    Study(design(), tmp_path / "results").train(tmp_path / "elsewhere", at_once=1)
+    assert trained == []
+    document["presets"]["laptop"]["tuning"]["learning_rates"] = [DIVERGING]
+    with pytest.raises(EvaluationError, match=r"a run diverged at each of the learning rates 1e\+30; add lower ones"):
+        Study(design(), tmp_path / "results").rates()
+
+
+def test_a_study_goes_on_after_a_run_that_diverges(design, trained, tmp_path, document):
+    document["axes"] = {}
+    document["presets"]["laptop"]["seeds"] = 2
+    document["arms"]["diff"]["set"]["training.optimizer.learning_rate"] = DIVERGING
+    study = Study(design(), tmp_path / "results")
+    index = study.train(tmp_path / "out", at_once=1)
+    assert len(trained) == index.planned == len(index.members) == 4
+    records = {m.arm: read_result(study.index_file.parent / m.file, RunRecord) for m in index.members}
+    assert records["twin"].diverged_after is None
+    assert 0 < records["diff"].diverged_after < STEPS
+    assert [one.name for one in records["diff"].figures] == ["gradient spikes", "largest gradient norm"]
+    after = records["diff"].diverged_after
+    page = page_of(study, tmp_path)
+    words = f"4 runs, 2 diverged (DIFF, seed 0, after step {after}; DIFF, seed 1, after step {after})"
+    assert words in page.read_text()
+    runs = (page.parent / "tables" / "runs.md").read_text().splitlines()
+    assert [line.split("|")[3] for line in runs[2:4]] == [" diverged "] * 2
 
 
 def test_a_preset_has_a_recipe_and_values_of_its_own(design, document, toy, tmp_path):
@@ -558,13 +609,14 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys, f
     out = capsys.readouterr().out
     assert "have no pair of runs" in out or "With one training run of each model" in out
     assert "Report: reports/studies/small/laptop/index.html" in out
+    assert "difftransformer study study.yaml --preset laptop" in " ".join(out.split())
     assert (tmp_path / "reports/studies/small/laptop/index.html").is_file()
     record = read_result(next((tmp_path / "reports/studies/small/runs").glob("diff-seed0-*.json")), RunRecord)
     assert record.recipe["training"]["steps"] == 2
     assert str(tmp_path) not in json.dumps(record.recipe["data"].get("folder", ""))
     shutil.rmtree(tmp_path / "reports")
     assert "--preset huge: small has laptop" in fails("study", "study.yaml", "--preset", "huge")
-    assert "no such recipe" in fails("study", "nowhere")
+    assert "no such file" in fails("study", "nowhere")
 
 
 def test_arms_that_start_from_a_pretrained_model(document, design, trained, tmp_path, toy):

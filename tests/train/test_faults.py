@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from difftransformer.data import Loader
-from difftransformer.errors import ConfigError, DiffTransformerError
-from difftransformer.train import Interrupted, checkpoints, saving, trainer
-from difftransformer.train.config import CheckpointConfig
+from difftransformer.errors import ConfigError, DiffTransformerError, Diverged
+from difftransformer.train import Interrupted, checkpoints, read_metrics, saving, trainer
+from difftransformer.train.config import CheckpointConfig, OptimizerConfig, ScheduleConfig
 from difftransformer.train.faults import OUTLIER_STEPS, Faults
 from difftransformer.train.metrics import read_lines
 from tests.train.test_resume import stop_after
@@ -56,9 +56,28 @@ def assert_equal(found, expected):
 
 def test_a_loss_that_is_not_finite_stops(train_toy, tmp_path, poison):
     poison(5)
-    with pytest.raises(DiffTransformerError, match="step 5 has loss nan and gradient norm nan"):
+    with pytest.raises(Diverged, match="step 5 has loss nan and gradient norm nan"):
         train_toy(tmp_path)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000003"]
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_a_validation_loss_that_is_not_finite_is_in_no_metrics(train_toy, tmp_path, poison, monkeypatch, policy):
+    """It ends the run, unless the next step can go back."""
+    poison(5, 6, 7, 8)
+    monkeypatch.setattr(trainer, "validate", lambda *words: math.nan)
+    message = "step 5 has loss nan" if policy == "rollback" else "the validation loss after step 4 is nan; lower"
+    with pytest.raises(Diverged, match=message):
+        train_toy(tmp_path, validate_every=4, checkpoint_every=9, nonfinite=policy)
+    assert read_metrics(tmp_path / "metrics.jsonl")[1] == []
+
+
+def test_lambda_that_overflows_stays_readable(train_toy, tmp_path):
+    with pytest.raises(Diverged, match="step 2 has loss nan"):
+        train_toy(tmp_path, optimizer=OptimizerConfig(learning_rate=1e30), schedule=ScheduleConfig(warmup_steps=0))
+    (first,), _ = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isfinite(first.loss_nats)
+    assert set(first.lambdas) == {None}
 
 
 def test_a_skipped_step_leaves_weights_and_moments(train_toy, tmp_path, read_run, poison, monkeypatch):

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import DiffTransformerError
+from ..errors import Diverged
 from .checkpoint import CheckpointState, checkpoints
 from .metrics import FaultMetrics
-from .trainer import Callback, Trainer, Update
+from .trainer import ON_DIVERGING, Callback, Trainer, Update
 
 Fault = Literal["nonfinite", "outlier"]
 
@@ -95,9 +95,8 @@ class Faults(Callback):
         if self._policy == "stop" or often or nowhere:
             count = f", the {self.nonfinite}th such step since the last checkpoint" if often else ""
             trainer.processes.fail(
-                DiffTransformerError(
+                Diverged(
                     f"{run}: step {trainer.step + 1} has loss {update.loss_nats} and gradient norm "
-                    f"{update.gradient_norm}{count}; lower training.optimizer.learning_rate or lengthen the warm-up, and "
-                    "train in a new folder"
+                    f"{update.gradient_norm}{count}; {ON_DIVERGING}"
                 )
             )

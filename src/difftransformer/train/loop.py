@@ -70,7 +70,7 @@ def train(
         ConfigError: The adapters do not fit the model, PEFT or a tracker is missing, or the mesh does not divide the model or
             its rows.
         DataError: See `validation_rows`.
-        DiffTransformerError: The loss or the gradient is not finite, and `config.nonfinite` is "stop", or it is so too often.
+        Diverged: The loss or the gradient is not finite, and `config.nonfinite` is "stop", or it is so too often.
             Nothing is saved after that.
         FailedElsewhere: Another process has raised one of these.
         Interrupted: A signal has stopped the run, in one of its processes.

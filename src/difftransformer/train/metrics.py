@@ -25,7 +25,7 @@ class StepMetrics:
         tokens: Number of tokens trained on so far.
         seconds: Time spent in training steps so far, including earlier processes of the run.
         tokens_per_second: Speed of this step.
-        lambdas: Lambda of each layer after the step; empty for attention without lambda.
+        lambdas: Lambda of each layer after the step, None where it is not finite; empty for attention without lambda.
         mfu: Model FLOPs a second as a share of the peak of all devices; None if one of the two is not known. Recomputed
             activations do not count.
         peak_bytes: Most memory of the first process so far: of tensors on a GPU, of all of the process on a CPU.
@@ -40,7 +40,7 @@ class StepMetrics:
     tokens: int
     seconds: float
     tokens_per_second: float
-    lambdas: list[float]
+    lambdas: list[float | None]
     mfu: float | None = None
     peak_bytes: int | None = None
     gradient_norms: dict[str, float] = field(default_factory=dict)

@@ -37,7 +37,8 @@ def training_summary(run: Path, step: int) -> Training | None:
             ("training loss of the last step, nats/token", f"{last.loss_nats:.4f}"),
         ]
         if last.lambdas:
-            figures.append(("lambda of each layer", ", ".join(f"{value:.3f}" for value in last.lambdas)))
+            words = ("not finite" if value is None else f"{value:.3f}" for value in last.lambdas)
+            figures.append(("lambda of each layer", ", ".join(words)))
     if seen := [line for line in validations if line.step <= step]:
         figures.append(
             (f"validation loss at step {seen[-1].step:,}, nats/token", f"{seen[-1].validation_loss_nats:.4f}")

@@ -95,7 +95,9 @@ def scalars(metrics: Metrics) -> Iterator[tuple[str, float]]:
         if name == "step":
             continue
         if isinstance(value, list):
-            yield from ((f"{name}/layer_{layer:02d}", number) for layer, number in enumerate(value))
+            yield from (
+                (f"{name}/layer_{layer:02d}", number) for layer, number in enumerate(value) if number is not None
+            )
         elif isinstance(value, dict):
             yield from ((f"{name}/{part}", number) for part, number in value.items())
         elif isinstance(value, (int, float)):

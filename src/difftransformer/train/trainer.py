@@ -1,6 +1,7 @@
 """The trainer: a loop of steps that resumes bit for bit, and callbacks that look at it or step in."""
 
 import copy
+import math
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ..attention import Attention
 from ..data import Loader, Shards, validation_rows
-from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Diverged
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
 from .checkpoint import CheckpointState, folder_of_step, load_checkpoint, newest_intact
@@ -31,6 +32,8 @@ from .saving import Saver
 # Results that gradient_checkpointing "selective" keeps: those of matrix products, and of attention, whatever its backend.
 KEPT_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 KEPT_OPERATORS = "difftransformer::"
+
+ON_DIVERGING = "lower training.optimizer.learning_rate or lengthen the warm-up, and train in a new folder"
 
 
 class Interrupted(Exception):
@@ -106,10 +109,11 @@ def build_model(config: DiffTransformerConfig, seed: int) -> DiffTransformerForC
         return DiffTransformerForCausalLM(config)
 
 
-def layer_lambdas(model: DiffTransformerForCausalLM) -> list[float]:
+def layer_lambdas(model: DiffTransformerForCausalLM) -> list[float | None]:
     """Return each layer's lambda, averaged over heads. Layers without lambda or with one per token are left out."""
     lambdas = [module.lam() for module in model.modules() if isinstance(module, Attention)]
-    return [lam.mean().item() for lam in lambdas if lam is not None]
+    means = [lam.mean().item() for lam in lambdas if lam is not None]
+    return [mean if math.isfinite(mean) else None for mean in means]  # exponentials overflow before the loss does
 
 
 class Trainer:
@@ -307,6 +311,12 @@ class Trainer:
         if not due or self.step <= self.validated:
             return
         loss = validate(self.model, self.shards, self.config, self.mesh, self._stop)
+        if loss is not None and not math.isfinite(loss):
+            if self.config.nonfinite == "rollback" and self.step < self.config.steps:
+                return  # the next step goes back
+            self.processes.fail(
+                Diverged(f"{self.folder}: the validation loss after step {self.step} is {loss}; {ON_DIVERGING}")
+            )
         if loss is not None:
             figures: dict[str, Any] = {"validation_loss_nats": loss}
             for callback in self.callbacks:

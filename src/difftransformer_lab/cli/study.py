@@ -69,7 +69,7 @@ def run(
     loaded = load_study(study)
     at_once = jobs or (torch.get_num_threads() if device == "cpu" else 1)
     folder = Path(out or f"reports/studies/{loaded.name}")
-    design = Design(loaded, preset, seeds=seeds, changes=set or [])
+    design = Design(loaded, preset, seeds=seeds, changes=set or [], file=study)
     whole = Study(design, Path(results), source=source, models=folder / "models")
     if dry_run:
         return _describe(whole, at_once, device)

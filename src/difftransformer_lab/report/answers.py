@@ -189,7 +189,13 @@ def progress_words(evidence: Evidence) -> str:
     there = len(index.members)
     tuning = sum(member.is_tuning for member in index.members)
     words = f"{there} of {index.planned} planned runs" if there < index.planned else f"{there} runs"
-    return f"{words}, {tuning} of them to choose learning rates" if tuning else words
+    words += f", {tuning} of them to choose learning rates" if tuning else ""
+    diverged = [
+        f"{arm.label}, seed {seed}, after step {run.diverged_after}"
+        for arm, _, seed, run in evidence.every_run()
+        if run.diverged_after is not None
+    ]
+    return f"{words}, {len(diverged)} diverged ({'; '.join(diverged)})" if diverged else words
 
 
 ITEM_WORDS = (

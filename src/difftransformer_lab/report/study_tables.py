@@ -19,7 +19,7 @@ from .tables import NOT_MEASURED, Group, Table, columns, fixed, names, significa
 from .words import QUIET_SHARE, busy_words, day_words, quantity, share_text, slug_of, with_unit
 
 TRAINING, HELD_OUT = "train_loss_nats", "validation_loss_nats"
-NOT_REACHED = "not reached"
+NOT_REACHED, DIVERGED = "not reached", "diverged"
 MARK = "*"
 """Beside an interval that excludes zero, and beside the learning rate that was chosen."""
 
@@ -293,7 +293,8 @@ def rates_table(evidence: Evidence) -> Table | None:
         setting = at_words(evidence, one.point).removeprefix(" at ")
         cells = [evidence.arm(one.arm).label, setting, f"{one.learning_rate:g}"]
         for rate in every:
-            cells += [significant(tried.get(rate)), MARK if rate == one.learning_rate else ""]
+            mean = significant(tried[rate]) or DIVERGED if rate in tried else ""
+            cells += [mean, MARK if rate == one.learning_rate else ""]
         rows.append([*cells, "at the edge" if one.is_at_edge else ""])
     tried_groups = (Group(f"{rate:g}", ("mean", "best"), "marked_value") for rate in every)
     groups = (*names("model", "setting"), Group("chosen rate"), *tried_groups, *names("edge"))
@@ -313,7 +314,8 @@ def runs_table(evidence: Evidence) -> Table:
     for arm, point, seed, run in evidence.every_run():
         values = [figure_of(run, figure) for figure in figures]
         cells = [arm.label, *([evidence.words(point)] if evidence.has_settings else []), str(seed)]
-        cells += [NOT_MEASURED if value is None else significant(value, 5) for value in values]
+        missing = NOT_MEASURED if run.diverged_after is None else DIVERGED
+        cells += [missing if value is None else significant(value, 5) for value in values]
         commit = run.environment.commit[:12] or "not recorded"
         rows.append([*cells, significant(run.train_seconds / 60, 3), commit, evidence.files[arm.name, point, seed]])
     measures = (with_unit(figure.label, figure) for figure in figures)

@@ -41,9 +41,10 @@ def own_best(
     mine = [rate for rate in rates if rate.arm == arm and axis.name in rate.point]
     apart = {name: value for name, value in others.items() if len({rate.point.get(name) for rate in mine}) > 1}
     values = {
-        rate.point[axis.name]: dict(rate.tried)[rate.learning_rate]
+        rate.point[axis.name]: mean
         for rate in mine
         if all(rate.point.get(name) == value for name, value in apart.items())
+        and (mean := dict(rate.tried)[rate.learning_rate]) is not None
     }
     known = [value for value in axis.values if value in values]
     pick = min if lower_is_better else max

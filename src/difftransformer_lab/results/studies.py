@@ -45,6 +45,7 @@ class RunRecord:
         figures: Figures of the evaluations.
         curves: Metrics over training steps, by name, each of at most 50 points.
         evaluations: Whole results of the tasks, by their names in the recipe; empty where only `figures` are kept.
+        diverged_after: The last step of a run whose loss or gradient was not finite then, so that no task was asked; else None.
     """
 
     recipe: dict[str, Any]
@@ -60,6 +61,7 @@ class RunRecord:
     curves: dict[str, Curve]
     evaluations: dict[str, TaskResult] = field(default_factory=dict)
     began: str = ""
+    diverged_after: int | None = None
 
     @property
     def start(self) -> datetime:
@@ -138,12 +140,15 @@ class StudyMember:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenRate:
-    """The learning rate chosen for an arm at a point, with the mean figure of each rate tried, over the tuning seeds."""
+    """The learning rate chosen for an arm at a point, with the mean figure of each rate tried, over the tuning seeds.
+
+    The mean is None for a rate at which a run diverged.
+    """
 
     arm: str
     point: dict[str, str]
     learning_rate: float
-    tried: list[tuple[float, float]]
+    tried: list[tuple[float, float | None]]
 
     @property
     def is_at_edge(self) -> bool:
@@ -305,11 +310,13 @@ def measured(record: RunRecord, figure: StudyFigure) -> RunFigure | None:
 
 
 def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
-    """Return a study's figure of one run; None if its evaluations have no such figure.
+    """Return a study's figure of one run; None if its evaluations have no such figure, or if it diverged.
 
     A curve gives the first step at which it reaches the figure's level, by linear interpolation between its points, or its
     last step if it never does; its mean over the steps if the figure is an area; and its last value otherwise.
     """
+    if record.diverged_after is not None:
+        return None
     if not figure.curve:
         figure_here = measured(record, figure)
         return figure_here.value if figure_here else None

@@ -230,6 +230,7 @@ class Design:
         changes: Values of the recipe that come last, such as "training.steps=100".
         document: The recipe as plain data, in place of the study's.
         first_seed: Seed of the first run of each arm.
+        file: What the study was read from, if that is not shipped.
 
     Raises:
         ConfigError: There is no such preset, or a value that the recipe does not take.
@@ -244,11 +245,13 @@ class Design:
         changes: Sequence[str] = (),
         document: dict[str, Any] | None = None,
         first_seed: int = 0,
+        file: str = "",
     ) -> None:
         if preset not in config.presets:
             raise ConfigError(f"--preset {preset}: {config.name} has {', '.join(config.presets)}")
         self.config, self.name, self.preset = config, preset, config.presets[preset]
         self._seeds, self._changes, self._first_seed = seeds, list(changes), first_seed
+        self._file = file or config.name
         self._document = read_recipe(self.preset.recipe or config.recipe) if document is None else document
         self.arms = self.preset.arms or list(config.arms)
         self.figures = self.preset.figures or config.figures
@@ -368,7 +371,7 @@ class Design:
     @property
     def command(self) -> str:
         """The command that makes the runs."""
-        words = ["difftransformer", "study", self.config.name, "--preset", self.name]
+        words = ["difftransformer", "study", self._file, "--preset", self.name]
         words += [] if self._seeds is None else ["--seeds", str(self._seeds)]
         return shlex.join([*words, *(word for change in self._changes for word in ("--set", change))])
 

@@ -18,6 +18,7 @@ from difftransformer.train.metrics import METRICS_FILE
 
 from ..child import start_child
 from .launcher import SubmittedRun, submit
+from .run import EXIT_DIVERGED
 
 LOG_FILE = "log.txt"
 WATCH_SECONDS = 0.5
@@ -29,6 +30,7 @@ class Job:
 
     Its process locks the folder. `seconds` is the time that the process took, and `expected_seconds` that of earlier
     runs of its kind; None if there is none. `validations` are the loss (nats per token) and the share of right answers by step.
+    A run that `may_diverge` is done as well where its loss stops being finite after its first step.
     """
 
     label: str
@@ -38,6 +40,8 @@ class Job:
     threads: int
     device: str = "cpu"
     done: bool = False
+    may_diverge: bool = False
+    has_diverged: bool = False
     step: int = 0
     loss_nats: float | None = None
     validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
@@ -109,7 +113,7 @@ def tell(jobs: Sequence[Job]) -> None:
 
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int, on_done: Callable[[Job], None] = lambda job: None) -> None:
-    """Run jobs, `at_once` at a time, until all are done; `on_done` is called with each that has just ended well.
+    """Run jobs, `at_once` at a time, until all are done; `on_done` is called with each that has just ended.
 
     Raises:
         DiffTransformerError: a job failed; the others are stopped, each with a checkpoint.
@@ -144,11 +148,12 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, on_done: Callable[[Job], None
                 job.process.communicate()  # closes its standard input
                 if code == EXIT_INTERRUPTED:
                     is_asked = True
-                elif code != 0:
+                    continue
+                job.has_diverged = code == EXIT_DIVERGED and job.may_diverge and job.step > 0
+                if code != 0 and not job.has_diverged:
                     raise DiffTransformerError(f"{job.label}: {job.failure()} (see {job.folder / LOG_FILE})")
-                else:
-                    job.done, job.step, job.seconds = True, job.steps, time.monotonic() - job.began
-                    on_done(job)
+                job.done, job.step, job.seconds = True, job.steps, time.monotonic() - job.began
+                on_done(job)
             tell(jobs)
         if is_asked:
             _end(running)

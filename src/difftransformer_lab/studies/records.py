@@ -81,6 +81,8 @@ class RunStore:
         return self.folder / run.recipe.name / RUNS / f"{'-'.join(word for word in words if word)}.json"
 
     def _note_time(self, of: str, record: RunRecord) -> None:
+        if record.diverged_after is not None:
+            return
         where = record.environment
         self._seconds.setdefault((of, where.processor, where.device, where.threads), []).append(record.total_seconds)
 
@@ -143,17 +145,19 @@ def run_record(
     device: str,
     threads: int,
     whole: bool = False,
+    has_diverged: bool = False,
 ) -> RunRecord:
     """Make the record of a finished run from its folder.
 
     Args:
         seconds: Time that its process took; 0 if that is unknown, since it was stopped in between.
         whole: Whether to keep the whole results of the tasks too.
+        has_diverged: Whether training ended early, so that no task was asked.
     """
     steps, validations = read_metrics(folder / METRICS_FILE)
     step_seconds = float(np.median(np.diff([0.0, *(line.seconds for line in steps)])))
     config = recipe.model_config(vocab_size=shards.tokenizer.vocab_size) if recipe.model else None
-    results = run_results(folder, recipe, tasks)
+    results = {} if has_diverged else run_results(folder, recipe, tasks)
     identities = [result.model.parameters for result in results.values()]
     curves = {
         **_curves(validations),
@@ -165,8 +169,8 @@ def run_record(
         for name, value in row.get("evaluation", {}).items():
             asked.setdefault(name, []).append((row["step"], value))
     for layer in range(len(steps[-1].lambdas)):
-        asked[f"lambda {layer}"] = [(line.step, line.lambdas[layer]) for line in steps]
-    curves |= {name: _thinned(points) for name, points in asked.items()}
+        asked[f"lambda {layer}"] = [(line.step, lam) for line in steps if (lam := line.lambdas[layer]) is not None]
+    curves |= {name: _thinned(points) for name, points in asked.items() if points}
     return RunRecord(
         recipe=portable(recipe),
         data_sha256=shards.manifest.fingerprint,
@@ -184,6 +188,7 @@ def run_record(
         ],
         curves=curves,
         evaluations=results if whole else {},
+        diverged_after=steps[-1].step if has_diverged else None,
     )
 
 

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from difftransformer.data import Shards, Tokenizer, prepare_shards
-from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError
+from difftransformer.errors import (
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    CheckpointError,
+    ConfigError,
+    DiffTransformerError,
+    Diverged,
+)
 from difftransformer.files import locked, write_text_atomically
 from difftransformer.hub import open_deferred
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
@@ -39,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 BEGAN_FILE = "began"
 """The file of a run's folder that says when it was first started."""
+EXIT_DIVERGED = 3
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
@@ -226,7 +234,7 @@ def main(arguments: list[str]) -> int:
         return EXIT_INTERRUPTED
     except DiffTransformerError as error:
         sys.stderr.write(f"{error}\n")
-        return EXIT_ERROR
+        return EXIT_DIVERGED if isinstance(error, Diverged) else EXIT_ERROR
     except OSError as error:
         free = shutil.disk_usage(folder).free
         with suppress(OSError):  # the log's disk may be full too

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -141,7 +142,11 @@ class Study:
     def rates(self) -> list[ChosenRate]:
         """Return the learning rate with the best mean figure for each arm whose tuning runs are all there.
 
-        The first figure decides; where it is the same, as where all answers are right, the next figure of the claims does.
+        The first figure decides; where it is the same, as where all answers are right, the next figure of the claims does. A
+        rate at which a run diverged is not chosen.
+
+        Raises:
+            EvaluationError: A run diverged at every rate of an arm, or a record lacks a figure.
         """
         runs = self.design.tuning
         if not runs:
@@ -157,17 +162,28 @@ class Study:
                 continue
             record = read_result(file, RunRecord)
             values = [(figure, figure_of(record, figure)) for figure in figures]
-            if lacking := [figure.label for figure, value in values if value is None]:
+            lacking = [figure.label for figure, value in values if value is None]
+            if lacking and record.diverged_after is None:
                 raise EvaluationError(f"{file}: has no {lacking[0]}, by which learning rates are chosen")
-            signed = [value if figure.better == "lower" else -value for figure, value in values if value is not None]
+            signed = [
+                math.inf if value is None else value if figure.better == "lower" else -value for figure, value in values
+            ]
             points[place(run.point)] = run.point
             of_arm = by_place.setdefault((run.arm, place(run.point)), {})
             of_arm.setdefault(run.recipe.training.optimizer.learning_rate, []).append(signed)
         sign, chosen = 1 if first.better == "lower" else -1, []
         for (arm, where), tried in by_place.items():
             means = {rate: [fmean(one) for one in zip(*runs, strict=True)] for rate, runs in sorted(tried.items())}
-            first_means = [(rate, sign * of_figures[0]) for rate, of_figures in means.items()]
+            first_means = [
+                (rate, sign * first_mean if math.isfinite(first_mean) else None)
+                for rate, (first_mean, *_) in means.items()
+            ]
             best = min(means, key=means.__getitem__)
+            if not math.isfinite(means[best][0]):
+                raise EvaluationError(
+                    f"{arm}: a run diverged at each of the learning rates {', '.join(f'{rate:g}' for rate in means)}; "
+                    "add lower ones to tuning.learning_rates"
+                )
             chosen.append(ChosenRate(arm=arm, point=dict(points[where]), learning_rate=best, tried=first_means))
         return chosen
 
@@ -253,7 +269,9 @@ class Study:
             prepared = self.prepared(run)
             made = job.folder, prepared.recipe, prepared.tasks, prepared.shards
             how: dict[str, Any] = {"seconds": job.seconds, "device": device, "threads": threads}
-            record = run_record(*made, **how, whole=not self.design.figures)
+            record = run_record(*made, **how, whole=not self.design.figures, has_diverged=job.has_diverged)
+            if record.diverged_after is not None:
+                logger.warning("%s diverged after step %d and has no figures", job.label, record.diverged_after)
             record = replace(record, recipe=portable(run.recipe), data_sha256=prepared.data_sha256)
             self.store.add(run, record)
             self.write_index()
@@ -275,6 +293,7 @@ class Study:
                 device=device,
                 expected_seconds=self.store.seconds(run, here),
                 done=is_done(where, prepared.recipe, prepared.tasks),
+                may_diverge=not self._alone,
             )
             if job.done:  # it ended, and the study was killed before it could keep the record
                 keep(job)
