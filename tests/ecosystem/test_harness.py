@@ -103,6 +103,27 @@ def test_the_command_scores_what_the_logits_give(kind, needs, tasks, tmp_path, c
     assert {row.n for row in read_result(tmp_path / "three" / "harness.json", TaskResult).measurements} == {3}
 
 
+def test_rows_are_cut_to_the_context_that_is_asked_for(needs, tasks, tmp_path):
+    """lm-eval scores a long text in windows, each with the last token before it."""
+    needs("lm_eval")
+    network = saved(tmp_path / "m", "diff")
+    words = ["eval", "harness", str(tmp_path / "m"), "--tasks", "tiny_text", "--include-path", str(tasks)]
+    out = ["--out", str(tmp_path / "r")]
+    assert main([*words, "--context-tokens", "8", *out]) == 0
+    nats = size = 0
+    for text in (document["question"] for document in QUESTIONS):
+        assert len(text) == 16
+        nats -= log_likelihood(network, "", text[:8]) + log_likelihood(network, text[7], text[8:])
+        size += len(text)
+    (row,) = read_result(tmp_path / "r" / "harness.json", TaskResult).measurements
+    assert row.value == pytest.approx(nats / size / math.log(2), rel=1e-5)
+    assert main([*words, *out]) == 2  # other questions
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    (whole,) = read_result(tmp_path / "whole" / "harness.json", TaskResult).measurements
+    assert whole.value == pytest.approx(expected(network)[1], rel=1e-5)
+    assert whole.value != pytest.approx(row.value, rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["oracle", "uniform"])
 def test_an_oracle_is_always_right_and_a_uniform_model_by_chance(kind, needs, tasks, tmp_path):
     needs("lm_eval")

@@ -26,7 +26,8 @@ def context_of(model: OpenedModel) -> TaskContext:
     """Return what tasks are drawn for: a model of a run knows the text that the run held out."""
     path, asked = Path(model.identity.name), model.language_model
     recipe = (path.parent.parent if path.parent.name == "checkpoints" else path) / RECIPE_FILE
-    context = TaskContext(tokenizer=asked.tokenizer, context_tokens=asked.context_tokens)
+    bound = getattr(asked, "bound", None)
+    context = TaskContext(tokenizer=asked.tokenizer, context_tokens=asked.context_tokens, bound=bound)
     if not recipe.is_file():
         return context
 

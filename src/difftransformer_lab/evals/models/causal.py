@@ -53,6 +53,7 @@ class CausalLanguageModel:
         hf_tokenizer: The tokenizer as transformers opens it, for lm-eval.
 
     Attributes:
+        bound: `context_tokens` where that is fewer than the model's positions, else None.
         is_divided: Whether several processes hold the model together, so that all of them compute every row.
     """
 
@@ -72,6 +73,7 @@ class CausalLanguageModel:
         self.prefix_caching, self.hf_tokenizer = prefix_caching, hf_tokenizer
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED
         self.context_tokens = int(context_tokens or positions)
+        self.bound = self.context_tokens if self.context_tokens < positions else None
 
     def answer(self, requests: Sequence[Request]) -> Answers:
         """Answer every request. See `LanguageModel`.

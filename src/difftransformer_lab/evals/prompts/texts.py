@@ -25,6 +25,7 @@ class TaskContext:
         tokenizer: Text to token ids.
         context_tokens: Tokens of a row where the task's options name none.
         longest: Most tokens of a prompt and its answer, where a pretrained model reads more than a row; None for a row.
+        bound: Most tokens of a row, where those are fewer than the model's positions; else None.
         validation: Return the tokens of the text that the model's run held out; None where no run is known.
         data: Return the data of the model's run; None where no run is known.
     """
@@ -32,6 +33,7 @@ class TaskContext:
     tokenizer: Tokenizer
     context_tokens: int
     longest: int | None = None
+    bound: int | None = None
     validation: Callable[[], Any] | None = None
     data: Callable[[], DataConfig] | None = None
 

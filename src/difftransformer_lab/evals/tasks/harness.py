@@ -82,7 +82,7 @@ class Harness:
     """One task of lm-eval with one number of shots. The answer: `run_harness`.
 
     `release` is lm-eval's, and `files` the SHA-256 of the files in `include_path`. `length` is the prompts' length in tokens,
-    where it is chosen.
+    where it is chosen, and `bound` the most tokens of a row, where those are fewer than the model's positions.
     """
 
     name: str
@@ -94,6 +94,7 @@ class Harness:
     release: str = ""
     files: str = ""
     length: int | None = None
+    bound: int | None = None
 
     @property
     def shown_tokens(self) -> int:
@@ -101,8 +102,9 @@ class Harness:
         return 1
 
     def asked(self) -> list[Any]:
-        length = [] if self.length is None else [self.length]
-        return ["lm-eval", self.release, self.files, self.name, self.shots, self.limit, self.seed, *length]
+        asked = ["lm-eval", self.release, self.files, self.name, self.shots, self.limit, self.seed]
+        asked += [] if self.length is None else [self.length]
+        return asked + ([] if self.bound is None else ["bound", self.bound])
 
 
 class HarnessTask(Task):
@@ -118,7 +120,8 @@ class HarnessTask(Task):
         own = Path(options.include_path).rglob("*") if options.include_path is not None else ()
         files = files_sha256(path for path in own if path.is_file() and path.suffix != ".pyc")
         shots: list[int | None] = [*options.shots] if options.shots else [None]
-        one = Harness("", None, options.limit, options.include_path, options.batch_size, options.seed, release, files)
+        asked = options.limit, options.include_path, options.batch_size, options.seed
+        one = Harness("", None, *asked, release, files, bound=context.bound)
         self.requests = [
             replace(one, name=name, shots=number, length=length)
             for number in shots
@@ -165,7 +168,8 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
-        model = HFLM(pretrained=network, tokenizer=tokenizer, backend="causal", batch_size=request.batch_size)
+        sizes = {"batch_size": request.batch_size, "max_length": request.bound}
+        model = HFLM(pretrained=network, tokenizer=tokenizer, backend="causal", **sizes)
         try:
             manager = _task_index([request.name], request.include_path, _metadata(request, tokenizer, folder))
             results = simple_evaluate(
