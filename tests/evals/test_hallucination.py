@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 
 from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.progress import shown_by
@@ -11,6 +12,7 @@ from difftransformer_lab.evals.engine import run_task
 from difftransformer_lab.evals.sets.grounded import GROUNDED_SETS, GroundedItem
 from difftransformer_lab.evals.tasks import hallucination, quantized, task_kind
 from difftransformer_lab.evals.tasks.hallucination import HallucinationTask, Options
+from difftransformer_lab.results import TaskResult, read_result
 from tests.support.answering import Writer, tiny_model
 from tests.support.judge_server import KEY, judge_server, reply
 
@@ -166,3 +168,22 @@ def test_the_command(file, tmp_path, monkeypatch, capfd):
     held = [path.read_text() for path in out.iterdir() if path.suffix in (".json", ".jsonl", ".svg")]
     for text in (*held, captured.out, captured.err):
         assert KEY not in text
+
+
+def test_a_suite_judges_what_has_no_verdict_yet(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    out, suite = tmp_path / "out", tmp_path / "suite.yaml"
+    with judge_server(lambda text: reply("VERDICT: True")) as (server, address):
+        judged = {"file": file, "kind": "qa", "items": 3, "max_new_tokens": 3, "judge": "openai:tiny", "retries": 0}
+        judged |= {"endpoint": address, "judgments": str(out / "judgments.jsonl")}
+        suite.write_text(yaml.safe_dump({"name": "judged", "tasks": [{"task": "hallucination", "options": judged}]}))
+        words = ["eval", str(suite), tiny_model(tmp_path / "model"), "--out", str(out)]
+        server.script = [reply("VERDICT: True"), "drop"]
+        unjudged, asked = [], []
+        for _ in range(3):
+            assert main(words) == 0
+            result = read_result(out / "models/0-model/hallucination.json", TaskResult)
+            unjudged += [row.value for row in result.measurements if row.name == "unjudged"]
+            asked.append(len(server.candidates))
+    assert unjudged == [1.0, 0.0, 0.0]
+    assert asked[1:] == [asked[0] + 1] * 2

@@ -15,7 +15,7 @@ from difftransformer.errors import CheckpointError, EvaluationError
 from difftransformer.jsonl import DamagedLine, RowWriter, read_rows
 from difftransformer.progress import report
 
-from ..results import Grid, ItemScore, Measurement
+from ..results import Grid, ItemScore, Measurement, TaskResult
 from .requests import Answers, LanguageModel, plain_sha256, requests_sha256
 
 if TYPE_CHECKING:
@@ -78,6 +78,10 @@ class Task(ABC):
     @abstractmethod
     def score(self, answers: Sequence[Any]) -> Scores:
         """Compute the figures from the judged answers, which are in the order of the requests."""
+
+    def is_whole(self, result: TaskResult) -> bool:
+        """Whether a stored result is kept, since nothing is missing that another call could add."""
+        return True
 
 
 def task_sha256(task: Task) -> str:

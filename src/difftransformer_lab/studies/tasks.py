@@ -106,10 +106,13 @@ def kept_or_asked(
     title: str | None = None,
     processes: Processes = ALONE,
 ) -> TaskResult:
-    """Return the result that is in the folder, if data, options and model are still the same, or else ask the model."""
+    """Return the result that is in the folder, if data, options and model are still the same, or else ask the model.
+
+    A result that lacks verdicts of a judge is made again, from the answers that are there.
+    """
     drawn = task or _drawn(spec, model, processes)
     kept = processes.broadcast(lambda: stored_result(folder / f"{spec.name}.json", spec, drawn))
-    if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
+    if kept is not None and kept.model.fingerprint == model.identity.fingerprint and drawn.is_whole(kept):
         return kept
     logger.info("%s: evaluating", title or spec.name)
     return evaluate_task(spec, model, folder, task=drawn, title=title, replace_others=True, processes=processes)

@@ -222,6 +222,10 @@ class HallucinationTask(Task):
             measurements.append(single("unjudged", "answers", float(unjudged[name]), len(marks), at, "lower"))
         return Scores(measurements=measurements, items=items)
 
+    def is_whole(self, result: TaskResult) -> bool:
+        """Whether every answer has a verdict."""
+        return not any(row.value for row in select(result, "unjudged"))
+
     def _choices(self) -> list[str]:
         return [
             *self.chosen_judge.rules,

@@ -159,6 +159,9 @@ class QuantizedTask(Task):
                 items += [replace(item, name=f"{item.name}{_setting(bits, granularity)}") for item in scores.items]
         return Scores(measurements=measurements, items=items)
 
+    def is_whole(self, result: TaskResult) -> bool:
+        return self.task.is_whole(result)
+
 
 def contrasts(result: TaskResult) -> list[Contrast]:
     """Return every figure at fewer bits against the same figure at the most bits, over the same items."""
