@@ -111,7 +111,8 @@ def test_the_starts_of_the_studies(trained):
             (width,) = {model.get("initializer_range") or 0.02 for model in models}
             found[(width == 0.05) + is_mimetic].add(slug)
     assert found == named
-    assert {run.recipe["model"]["initialization"] for run in trained["transfer-laptop"]} == {"fan_in"}
+    for name in ("transfer-laptop", "synthetic-laptop"):
+        assert {run.recipe["model"]["initialization"] for run in trained[name]} == {"fan_in"}
 
 
 def test_studies_that_have_a_plan_and_no_run(studies):
@@ -168,6 +169,23 @@ def test_recall_among_noise(studies):
     )
     found = (median(steps("diff", "0")), median(steps("diff", "0.6")), steps("twin", "0.6").count(inf))
     assert found == tuple(map(int, words.groups()))
+
+
+def test_recall_without_noise(studies):
+    evidence = studies["synthetic-laptop"]
+    said = re.search(
+        r"DIFF answers ([\d.]+) of the questions, grouped DIFF ([\d.]+), V2 ([\d.]+), the Transformer ([\d.]+) and wide heads "
+        r"([\d.]+\d)",
+        text_of("docs/retrieval.md"),
+    )
+    for arm, share in zip(("diff", "grouped", "diff_v2", "twin", "wide"), said.groups(), strict=True):
+        runs = [evidence.at(arm, (width,)) for width in ("64", "32")]
+        assert [len(by_seed) for by_seed in runs] == [5, 5]
+        found = [figure_of(run, evidence.index.figures[0]) for by_seed in runs for run in by_seed.values()]
+        assert f"{fmean(found):.2f}" == share
+    at_edge = [rate for rate in evidence.index.rates if rate.is_at_edge]
+    assert (len(at_edge), len(evidence.index.rates)) == (6, 10)
+    assert any((rate.arm, rate.point["width"]) == ("twin", "32") for rate in at_edge)
 
 
 def test_the_list_of_studies_and_their_sizes():
