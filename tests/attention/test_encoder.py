@@ -84,13 +84,20 @@ def test_mistakes_are_named():
         layer(x, src_mask=CAUSAL.expand(8, 6, 6))
     with pytest.raises(ShapeError, match="must have 3 dimensions"):
         layer(x[0])
-    with pytest.raises(ConfigError, match="d_model=30 is not a multiple of nhead=4"):
-        DifferentialEncoderLayer(30, 4)
+    with pytest.raises(ShapeError, match=r"src_key_padding_mask has shape \(6,\); it must be \(B, T\)"):
+        layer(x, src_key_padding_mask=torch.zeros(6, dtype=torch.bool))
+    for heads in (4, 0):
+        with pytest.raises(ConfigError, match=f"d_model=30 is not a multiple of nhead={heads}"):
+            DifferentialEncoderLayer(30, heads)
+    with pytest.raises(ConfigError, match="lambda_init: expected float"):
+        DifferentialEncoderLayer(32, 4, lambda_init="x")
     with pytest.raises(ConfigError, match="num_attention_heads=3 is odd"):
         DifferentialEncoderLayer(30, 3)
     with pytest.raises(ConfigError, match=r"lambda_start=0\.5 is not an option of attention_type='diff'"):
         DifferentialEncoderLayer(32, 4, lambda_start=0.5)
     assert DifferentialEncoderLayer(32, 4, lambda_init=0.5).self_attn.lambda_init == 0.5
+    chosen = DifferentialEncoderLayer(32, 4, attention_type="dex", dex_heads=[[0, 2]], layer_index=3)
+    assert chosen.self_attn.dex_heads == (0, 2)
     with pytest.raises(ConfigError, match="activation='silu' is unknown"):
         DifferentialEncoderLayer(32, 4, activation="silu")
 

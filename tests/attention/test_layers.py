@@ -32,6 +32,13 @@ class ListCache:
 
 
 @pytest.mark.parametrize("cls", list(VARIANTS.values()))
+@pytest.mark.parametrize("shape", [(0, 4, 32), (2, 0, 32)])
+def test_nothing_to_attend(cls, shape):
+    out, _ = cls(32, 4, head_dim=8)(torch.zeros(shape))
+    assert out.shape == shape
+
+
+@pytest.mark.parametrize("cls", list(VARIANTS.values()))
 def test_any_cache_and_rotation(cls):
     layer = cls(32, 4, head_dim=8, layer_index=3)
     x = torch.randn(1, 9, 32)

@@ -7,7 +7,9 @@ from statistics import fmean, median
 
 import pytest
 
+from difftransformer.attention import VARIANTS
 from difftransformer.hub import open_model, source_folder
+from difftransformer.model import DiffTransformerConfig, count, preset
 from difftransformer_lab.recipe_files import read_recipe, shipped_recipes
 from difftransformer_lab.report import read_evidence, read_studies
 from difftransformer_lab.report.words import VERDICTS
@@ -186,6 +188,17 @@ def test_recall_without_noise(studies):
     at_edge = [rate for rate in evidence.index.rates if rate.is_at_edge]
     assert (len(at_edge), len(evidence.index.rates)) == (6, 10)
     assert any((rate.arm, rate.point["width"]) == ("twin", "32") for rate in at_edge)
+
+
+def test_the_sizes_of_attention_types():
+    config = DiffTransformerConfig(**preset("830m").fields)
+    twin = count(config.twin("softmax"), context_tokens=2048)
+    rows = re.findall(r"\| `(\w+)` \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|", text_of("docs/choose.md"))
+    assert {name for name, *_ in rows} == set(VARIANTS)
+    for name, *said in rows:
+        one = count(config.twin(name), context_tokens=2048)
+        shares = one.parameters / twin.parameters, one.train_flops_per_token / twin.train_flops_per_token
+        assert [f"{one.parameters:,}", *(f"{share:.3f}" for share in shares), f"{one.kv_bytes_per_token:,}"] == said
 
 
 def test_the_list_of_studies_and_their_sizes():

@@ -131,6 +131,7 @@ class TestFlops:
             {"num_key_value_heads": 2, "value_head_dim": 12},
             {"attention_type": "softmax"},
             {"attention_type": "grouped_diff", "value_head_dim": 12},
+            {"attention_type": "dex", "dex_heads": [[0, 1, 3]] * 2},
         ],
     )
     def test_against_torchs_counter(self, fields):
@@ -151,7 +152,7 @@ class TestFlops:
         value = hidden * d  # all heads' values together, the same for the twin
         if "value_head_dim" in fields:
             value = hidden // 2 * fields["value_head_dim"]
-        maps = 1 if config.attention_type == "softmax" else 2
+        maps = 1 if config.attention_type in ("softmax", "dex") else 2
         heads = hidden // maps
         if config.attention_type == "grouped_diff":
             heads = hidden * 3 // 4  # three signal heads form a noise head's map each

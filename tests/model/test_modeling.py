@@ -12,6 +12,7 @@ from difftransformer import DiffTransformerForCausalLM
 from difftransformer.attention import VARIANTS
 from difftransformer.errors import BackendUnavailable, ConfigError, ShapeError
 from difftransformer.model.pretrained import ATTN_IMPLEMENTATIONS
+from difftransformer.ops import observe_inputs
 from tests.support import independent_model
 from tests.support.independent_model import causal
 from tests.support.oracle import relative_error
@@ -232,6 +233,7 @@ class TestMasks:
             (torch.ones(2, 6), shape),
             (torch.ones(1, 6, 6), shape),
             (torch.ones(1, 4), "covers 4 tokens, but 0 are cached and 6 are new"),
+            (torch.ones(1, 14), "covers 14 tokens, but 0 are cached and 6 are new"),  # the cache was forgotten
         ):
             with pytest.raises(ShapeError, match=words):
                 model(ids, attention_mask=mask)
@@ -241,6 +243,8 @@ class TestMasks:
         for given in ({}, {"position_ids": torch.tensor([[6, 7]])}):
             with pytest.raises(ShapeError, match=words):
                 model(ids[:, :2], past_key_values=cache, attention_mask=torch.ones(1, 2), **given)
+        with pytest.raises(ShapeError, match=r"position_ids has shape \(1, 5\), expected \(1, 6\)"):
+            model(ids, position_ids=torch.arange(5)[None])
 
 
 class TestSlidingWindow:
@@ -315,6 +319,15 @@ class TestPackedDocuments:
         out = logits(model, ids, position_ids=restarting(5, 7), use_cache=use_cache)
         parts = [expected_logits(model, part, allowed=causal(part.shape[1], 3)) for part in ids.split((5, 7), 1)]
         assert_close(out, torch.cat(parts, 1))
+
+    @pytest.mark.parametrize("window", [None, 3])
+    def test_rows_need_no_mask(self, window):
+        model, ids, seen = tiny(sliding_window=window), tokens(2, 12), []
+        with observe_inputs(lambda maps, restrictions, scale: seen.append(restrictions)):
+            model(ids, position_ids=restarting(5, 7), use_cache=False)
+        for one in seen:
+            assert (one.attn_mask, one.window) == (None, window)
+            assert one.cu_seqlens.tolist() == [0, 5, 12, 17, 24]
 
     def test_training_loss_and_gradients(self):
         """Packed rows give the documents' own losses and gradients."""
@@ -478,6 +491,11 @@ class TestTraining:
         assert len(calls) == 2  # the layer was run again in the backward pass
         for (name, a), b in zip(plain.named_parameters(), saved.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad), name
+        cache = DynamicCache(config=saved.config)
+        with torch.no_grad():
+            saved.eval()(ids, past_key_values=cache)
+        with pytest.raises(ConfigError, match="past_key_values with gradient checkpointing"):
+            saved.train()(ids, past_key_values=cache)
 
     def test_it_learns_a_batch_by_heart(self):
         model = DiffTransformerForCausalLM(tiny_config()).train()

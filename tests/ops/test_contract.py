@@ -543,10 +543,11 @@ def check_operators(backend, inputs, grad):
     torch.library.opcheck(backward, (grad, *saved, *plain, *save))
 
 
-def test_auto_compiles_with_symbolic_lengths():
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_symbolic_lengths_compile(backend):
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda q, k, v, lam: differential_attention(q, k, v, lam, is_causal=True),
+        lambda q, k, v, lam: differential_attention(q, k, v, lam, is_causal=True, backend=backend),
         fullgraph=True,
         dynamic=True,
         backend="aot_eager",

@@ -9,6 +9,7 @@ Dimensions in tensor names: B batch, T query positions, S key positions, H heads
 query, E value width, M model width.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -349,6 +350,11 @@ class Attention(nn.Module):
         return 0
 
     @classmethod
+    def own_flops_per_token(cls, config: AttentionConfig) -> int:
+        """Count by formula the FLOPs of a token in matrix products with these parameters, lambda's left out."""
+        return 0
+
+    @classmethod
     def tensor_parallel(cls, config: AttentionConfig) -> dict[str, str]:
         """Return transformers' tensor-parallel plan of the layer, by module name ("" is the layer itself).
 
@@ -515,9 +521,7 @@ class Attention(nn.Module):
                     f"{name} has shape {tuple(states.shape)}, expected (batch, length, {self.embed_dim}); "
                     "pass hidden states of this layer's width"
                 )
-        batch, length = hidden.shape[:2]
         layout = self.layout
-        # The number of heads is -1: a tensor-parallel shard holds only some of them.
         query, key = self.q_proj(hidden), self.k_proj(source)
         if query.shape[-1] % layout.query_width or key.shape[-1] % layout.key_width:
             raise ShapeError(
@@ -525,9 +529,8 @@ class Attention(nn.Module):
                 f"{layout.query_width} and {layout.key_width}: split {layout.query_groups} and {layout.cache_heads} heads "
                 "among a number of processes that divides both"
             )
-        query = query.view(batch, length, -1, layout.head_dim)
-        key = key.view(batch, source.shape[1], -1, layout.head_dim)
-        value_BGSE = self.v_proj(source).view(batch, source.shape[1], -1, layout.value_width).transpose(1, 2)
+        query, key = _divided(query, layout.head_dim), _divided(key, layout.head_dim)
+        value_BGSE = _divided(self.v_proj(source), layout.value_width).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         key_rotation = position_embeddings if context is None else context_position_embeddings
@@ -535,8 +538,8 @@ class Attention(nn.Module):
             query = apply_rotary(query, *position_embeddings)
         if key_rotation is not None:
             key = apply_rotary(key, *key_rotation)
-        query_BHTX = query.view(batch, length, -1, layout.query_width).transpose(1, 2)
-        key_BGSX = key.view(batch, source.shape[1], -1, layout.key_width).transpose(1, 2)
+        query_BHTX = _divided(query, layout.query_width).transpose(1, 2)
+        key_BGSX = _divided(key, layout.key_width).transpose(1, 2)
         if cache is not None:
             key_BGSX, value_BGSE = cache.update(key_BGSX, value_BGSE, self.layer_index)
         lam = self.head_lam(hidden)
@@ -557,7 +560,7 @@ class Attention(nn.Module):
             heads_BHTE = self.attend(query_BHTX, key_BGSX, value_BGSE, lam, restrictions)
         if self.context_group is not None:
             heads_BHTE = sequence_of_heads(heads_BHTE, self.context_group)
-        heads_BTF = heads_BHTE.transpose(1, 2).reshape(batch, length, -1)
+        heads_BTF = heads_BHTE.transpose(1, 2).flatten(2)
         gate_BTF = self.head_gate(hidden)
         return self.o_proj(heads_BTF if gate_BTF is None else heads_BTF * gate_BTF), map_BHTS
 
@@ -568,3 +571,9 @@ class Attention(nn.Module):
             f"heads={layout.num_heads}, key_value_heads={layout.num_key_value_heads}, head_dim={layout.head_dim}, "
             f"value_head_dim={layout.value_head_dim}, layer_index={self.layer_index}"
         )
+
+
+def _divided(features: Tensor, width: int) -> Tensor:
+    """Return (B, T, heads, width) of however many heads this process holds, which -1 could not tell without any tokens."""
+    batch, length, *rest = features.shape
+    return features.view(batch, length, math.prod(rest) // width, width)

@@ -83,9 +83,20 @@ class DifferentialExtension(SoftmaxAttention):
     @classmethod
     def own_parameters(cls, config: AttentionConfig) -> int:
         """Count lambda and W of the chosen heads; every layer has equally many."""
+        chosen, width = cls._chosen(config)
+        return chosen * (width**2 + 1)
+
+    @classmethod
+    def own_flops_per_token(cls, config: AttentionConfig) -> int:
+        """Count the products of the chosen heads with W."""
+        chosen, width = cls._chosen(config)
+        return 2 * chosen * width**2
+
+    @classmethod
+    def _chosen(cls, config: AttentionConfig) -> tuple[int, int]:
+        """Return the number of chosen heads of each layer, and their width."""
         layout, layers = cls.layout_of(config), cls.option(config, "dex_heads")
-        chosen = layout.num_heads if layers is None else len(layers[0])
-        return chosen * (layout.value_head_dim**2 + 1)
+        return layout.num_heads if layers is None else len(layers[0]), layout.value_head_dim
 
     @classmethod
     def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:

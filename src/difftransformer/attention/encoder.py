@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, ShapeError
 from ..ops.problem import bool_mask
+from ..typed import build
 from . import variant
 
 
@@ -63,15 +64,17 @@ class DifferentialEncoderLayer(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if d_model % nhead:
+        if nhead < 1 or d_model % nhead:
             raise ConfigError(f"d_model={d_model} is not a multiple of nhead={nhead}; change one of them")
         if isinstance(activation, str) and activation not in ("relu", "gelu"):
             raise ConfigError(f"activation={activation!r} is unknown; give 'relu', 'gelu' or a function")
         attention = variant(attention_type)
-        for name in options.keys() - attention.config_options.keys():
-            raise ConfigError(
-                f"{name}={options[name]!r} is not an option of attention_type={attention_type!r}; drop it"
-            )
+        for name, value in options.items():
+            if name not in attention.config_options:
+                raise ConfigError(f"{name}={value!r} is not an option of attention_type={attention_type!r}; drop it")
+            options[name] = build(attention.config_options[name].type, value, source="", key=name, error=ConfigError)
+        if isinstance(options.get("dex_heads"), list) and len(options["dex_heads"]) == 1:
+            options["dex_heads"] *= layer_index + 1
         heads: dict[str, Any] = {
             "num_attention_heads": nhead,
             "num_key_value_heads": nhead,
@@ -79,7 +82,10 @@ class DifferentialEncoderLayer(nn.Module):
         }
         norms = {"qk_norm": qk_norm, "rms_norm_eps": layer_norm_eps}
         config = SimpleNamespace(
-            **{"hidden_size": d_model, "num_hidden_layers": 1, "attn_backend": backend} | heads | norms | options
+            **{"hidden_size": d_model, "num_hidden_layers": layer_index + 1, "attn_backend": backend}
+            | heads
+            | norms
+            | options
         )
         self.self_attn = attention.from_config(cast(Any, config), layer_index)
         self.self_attn.batch_first = batch_first  # nn.TransformerEncoder reads it here
@@ -122,6 +128,10 @@ class DifferentialEncoderLayer(nn.Module):
                 )
             allowed = _allowed(src_mask, "src_mask")
         if src_key_padding_mask is not None:
+            if src_key_padding_mask.dim() != 2:
+                raise ShapeError(
+                    f"src_key_padding_mask has shape {tuple(src_key_padding_mask.shape)}; it must be (B, T)"
+                )
             real = _allowed(src_key_padding_mask, "src_key_padding_mask")[:, None, None, :]
             allowed = real if allowed is None else real & allowed
 

@@ -14,8 +14,15 @@ from ..ops.backends import backend_names
 from ..typed import build, short
 from .presets import paper_ffn_width
 
-UNSET_COUNTS = ("intermediate_size", "num_key_value_heads", "head_dim")
-COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", *UNSET_COUNTS)
+UNSET_COUNTS = ("intermediate_size", "num_key_value_heads", "head_dim", "sliding_window")
+COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    *UNSET_COUNTS,
+)
 MOST_LAYERS, LARGEST_COUNT = 10_000, 2**31 - 1
 INITIALIZATIONS = ("fan_in", "normal")
 DEFAULT_ROPE_THETA = 10_000.0  # Llama's; the paper states 640,000 for its 64K models only
@@ -131,7 +138,8 @@ class DiffTransformerConfig(PreTrainedConfig):
             most = MOST_LAYERS if field == "num_hidden_layers" else LARGEST_COUNT
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ConfigError(f"{field}={short(value)}: give a whole number of at least 1 and at most {most:,}")
-        self.qk_norm = build(bool, self.qk_norm, source="", key="qk_norm", error=ConfigError)
+        for field in ("qk_norm", "is_causal", "tie_word_embeddings", "use_cache"):
+            setattr(self, field, build(bool, getattr(self, field), source="", key=field, error=ConfigError))
         if self.initialization == "mimetic":
             self.initialization, self.mimetic_attention = "normal", True
         if self.embedding_multiplier is None:
@@ -156,18 +164,21 @@ class DiffTransformerConfig(PreTrainedConfig):
             self.intermediate_size = paper_ffn_width(self.hidden_size)
         if self.rope_parameters is None and "rope_theta" not in kwargs:
             self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
-        elif self.rope_parameters is not None and not isinstance(self.rope_parameters.get("rope_theta"), (int, float)):
-            raise ConfigError(f"rope_parameters={self.rope_parameters}: give rope_theta as a number")
+        elif self.rope_parameters is not None:
+            theta = self.rope_parameters.get("rope_theta") if isinstance(self.rope_parameters, dict) else None
+            if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+                raise ConfigError(f"rope_parameters={short(self.rope_parameters)}: give rope_theta as a number above 0")
+            part = self.rope_parameters.get("partial_rotary_factor", 1.0)
+            if part != 1 and self.rope_parameters.get("rope_type", "default") == "default":
+                raise ConfigError(f"partial_rotary_factor={part}: all features of a head are turned; leave it out")
         choices = {"attn_backend": ("auto", *backend_names()), "initialization": INITIALIZATIONS}
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ConfigError(f"{field}={getattr(self, field)!r} is unknown; choose one of {', '.join(allowed)}")
-        if self.hidden_act not in ACT2FN:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
             raise ConfigError(
                 f"hidden_act={self.hidden_act!r} is not an activation of transformers; the paper uses silu"
             )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window={self.sliding_window}: a window holds at least the query; use 1 or more")
         if self.sliding_window is not None and not self.is_causal:
             raise ConfigError(
                 f"sliding_window={self.sliding_window} with is_causal=False: only causal attention has a window; drop one"
@@ -175,6 +186,10 @@ class DiffTransformerConfig(PreTrainedConfig):
         if self.attention_dropout:
             raise ConfigError(
                 f"attention_dropout={self.attention_dropout}: differential attention has no dropout on its maps; set 0"
+            )
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ConfigError(
+                f"pad_token_id={self.pad_token_id}: the vocabulary has {self.vocab_size} tokens; give one of them or None"
             )
         self.head_layout()  # raises an error for impossible heads before anything is built
         if (

@@ -51,7 +51,8 @@ def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, c
     parameters = attention + layers * (mlp + 2 * width) + width
     parameters += embedding if config.tie_word_embeddings else 2 * embedding
     keys = mean_keys(context, config.sliding_window) if config.is_causal else context
-    forward = layers * (2 * (projections + mlp) + keys * layout.map_flops_per_pair()) + 2 * embedding
+    products = 2 * (projections + mlp) + config.attention.own_flops_per_token(config)
+    forward = layers * (products + keys * layout.map_flops_per_pair()) + 2 * embedding
     return Counts(
         parameters=parameters,
         embedding_parameters=embedding,

@@ -33,7 +33,7 @@ def arrange_rows(
         attention_mask: (B, past + T) with 0 for padding; or a mask that broadcasts to (B, H, T, S), bool (True = may
             attend) or additive (0 or -inf), and replaces every other restriction, causality included; or None.
         position_ids: (B, T), or (1, T) for all rows; None counts on from the cache. A new packed document starts wherever
-            the ids do not increase by one.
+            the ids do not increase by one; cached tokens belong to the first document of a row.
         cu_seqlens: Cumulative lengths of the documents in a single row, or None.
         cache: Cache of earlier keys and values, or None.
         window: Sliding window in tokens, or None.
@@ -45,19 +45,24 @@ def arrange_rows(
         restrictions of every attention layer.
 
     Raises:
-        ShapeError: A mask has neither form, or its width fits neither the cache nor the new tokens.
+        ShapeError: A mask has neither form, or its width is not that of cached and new tokens; or position_ids are not of T
+            tokens.
     """
     batch, length = hidden.shape[:2]
     seen = 0 if cache is None else cache.get_seq_length()
     places = torch.arange(length, device=hidden.device) + seen
     starts = None
+    if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
+        raise ShapeError(
+            f"position_ids has shape {tuple(position_ids.shape)}, expected ({batch}, {length}) or (1, {length})"
+        )
     if position_ids is None:
         position_ids = places.unsqueeze(0)
     elif length > 1 and cu_seqlens is None:
         mask = None
         if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[0] == batch:
             # Not the last columns: beside a static cache, the mask is as wide as the cache. `_key_padding` refuses a mask
-            # that is too narrow.
+            # of another width.
             mask = attention_mask[:, places.clamp(max=attention_mask.shape[1] - 1)]
         starts = packed_starts(position_ids.expand(batch, length), mask)
         if not torch.compiler.is_compiling() and not bool(starts.any()):
@@ -131,7 +136,7 @@ def attention_restrictions(
         return restrictions._replace(cu_seqlens=cu_seqlens.to(torch.int32))
     if starts is None:
         return restrictions
-    unpadded = all(restriction is None or isinstance(restriction, bool) for restriction in restrictions)
+    unpadded = restrictions.attn_mask is restrictions.kv_start is restrictions.kv_lengths is None
     if not torch.compiler.is_compiling() and batch == 1 and keys == length and seen == 0 and unpadded:
         return restrictions._replace(cu_seqlens=row_lengths(starts))
     document = starts.cumsum(1)
@@ -154,7 +159,8 @@ def _key_padding(attention_mask: Tensor, batch: int, length: int, seen: int | Te
             f"attention_mask has shape {tuple(attention_mask.shape)}, expected ({batch}, past + new tokens) with 0 for padding"
         )
     width = attention_mask.shape[1]
-    if isinstance(seen, int) and width < seen + length:
+    has_slots = not isinstance(seen, int) or keys + offset > seen + length
+    if isinstance(seen, int) and (width < seen + length or (width > seen + length and not has_slots)):
         raise ShapeError(
             f"attention_mask covers {width} tokens, but {seen} are cached and {length} are new; "
             f"pass a mask of width {seen + length}"

@@ -86,6 +86,11 @@ class RotaryEmbedding(LlamaRotaryEmbedding):  # type: ignore[misc]
                 f"rope_parameters={short(config.rope_parameters)}: transformers makes no rotary embedding of these "
                 f"({type(error).__name__}: {on_one_line(error)})"
             ) from error
+        if 2 * len(self.inv_freq) != config.head_dim:
+            raise ConfigError(
+                f"rope_parameters={short(config.rope_parameters)}: these turn {2 * len(self.inv_freq)} of {config.head_dim} "
+                "features; leave partial_rotary_factor out"
+            )
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine, (B, T, D / 2) each: one value for each pair of features, in fp32 whatever hidden's dtype."""
@@ -141,7 +146,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             attention_mask: (B, past + T), 0 for padding on either side; or a mask that broadcasts to (B, H, T, S), bool
                 (True = may attend) or additive (0 or -inf), and replaces every other restriction, causality included.
             position_ids: (B, T). A new packed document starts wherever they do not increase by one; it sees nothing before
-                its start.
+                its start. Cached tokens belong to the first document of a row.
             past_key_values: Cache of transformers, to which new keys and values are appended.
             inputs_embeds: (B, T, M) embeddings in place of input_ids.
             use_cache: Whether to make a DynamicCache if none is given. Defaults to config.use_cache, and to False in
@@ -155,7 +160,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
         Raises:
             ShapeError: Both or neither of input_ids and inputs_embeds are given, or a mask does not fit.
-            ConfigError: A cache is requested from an encoder.
+            ConfigError: A cache is requested from an encoder, or earlier tokens are passed beside gradient checkpointing.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ShapeError("pass exactly one of input_ids and inputs_embeds")
@@ -167,6 +172,11 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         batch, length = hidden.shape[:2]
         checkpointing = self.training and self.gradient_checkpointing
         if checkpointing:
+            if past_key_values is not None and past_key_values.get_seq_length():
+                raise ConfigError(
+                    "past_key_values with gradient checkpointing: layers are computed twice, and would add their keys twice; "
+                    "turn it off (gradient_checkpointing_disable) or pass no past"
+                )
             past_key_values, use_cache = None, False
         if use_cache is None:
             use_cache = self.config.use_cache and self.config.is_causal and not self.training
@@ -208,7 +218,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 restrictions=restrictions,
             )
         return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(rows).view(batch, length, -1),
+            last_hidden_state=self.norm(rows).view(batch, length, self.config.hidden_size),
             past_key_values=past_key_values if use_cache else None,
         )
 

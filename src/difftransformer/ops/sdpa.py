@@ -57,6 +57,7 @@ def run(call: Call) -> Tensor:
     allowed_BHTS, empty_BHT1, is_causal = _mask(restrictions, batch, heads, queries, keys, query.device)
     if allowed_BHTS is not None and lam is not None and allowed_BHTS.shape[1] != 1:
         allowed_BHTS = torch.cat((allowed_BHTS, allowed_BHTS), 1)
+    shared = {"enable_gqa": True} if heads != groups else {}  # a comparison of symbolic numbers is no bool
     out_BHTE = F.scaled_dot_product_attention(
         q_BHTD,
         k_BGSD,
@@ -64,7 +65,7 @@ def run(call: Call) -> Tensor:
         attn_mask=allowed_BHTS,
         is_causal=is_causal,
         scale=scale,
-        enable_gqa=heads != groups,
+        **shared,
     )[..., :value_width]
     if lam is not None:
         out_1_BHTE, out_2_BHTE = out_BHTE.chunk(2, 1)
