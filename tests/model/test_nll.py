@@ -3,11 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from difftransformer.errors import ConfigError, DataError, ShapeError
+from difftransformer.families import family_config
 from difftransformer.model.nll import IGNORED, loss_chunk, next_token_nll, summed_next_token_nll, summed_nll
 from tests.support.oracle import relative_error
-from tests.support.tiny_models import tiny, tokens
+from tests.support.tiny_models import BASE, scramble, tiny, tokens
 
 
 def _case(dtype=torch.float64, rows=37, width=24, vocabulary=301):
@@ -150,6 +153,32 @@ def test_z_loss_equals_that_of_whole_logits(chunk_tokens):
         model.loss_chunk_tokens = chunk
         added = summed_next_token_nll(model, ids[:, :-1], ids[:, 1:], z_loss=0.5) - plain
         assert relative_error(added, 0.5 * logits.logsumexp(-1).square().sum()) < 1e-5
+
+
+class Adapted(nn.Linear):
+    """What an adapter makes of an output layer: its weight is the layer's, and its output is not."""
+
+    def forward(self, x):
+        return super().forward(x) + 3 * x[..., :1]
+
+
+@pytest.mark.parametrize("family", [None, "qwen3", "granite"])
+def test_z_loss_of_logits_that_are_more_than_one_product(family):
+    """Of an adapted output layer, or scaled by the family."""
+    model, ids = tiny(), tokens(2, 24)
+    if family is not None:
+        fields = BASE | {"num_key_value_heads": 2, "head_dim": 8, "logits_scaling": 2.0}
+        model = scramble(AutoModelForCausalLM.from_config(family_config(family)(**fields)))
+    if family != "granite":
+        model.lm_head.__class__ = Adapted
+    logits = model(ids[:, :-1]).logits.double()
+    whole = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    for chunk in (None, 7):
+        model.loss_chunk_tokens = chunk
+        assert relative_error(model(input_ids=ids, labels=ids).loss, whole / 46) < 1e-6
+        for z_loss in (0.0, 0.5):
+            found = summed_next_token_nll(model, ids[:, :-1], ids[:, 1:], z_loss=z_loss)
+            assert relative_error(found, whole + z_loss * logits.logsumexp(-1).square().sum()) < 1e-6
 
 
 @pytest.mark.parametrize("label", [301, -1, -5])

@@ -162,7 +162,6 @@ class _DifferentialModel(CardedModel):
             other parts, compute all of them.
     """
 
-    loss_chunk_tokens: int | None = None
     _supports_flash_attn = False  # to which continuous batching would change
     config: Any
     _keep_in_fp32_modules_strict: Any
@@ -232,6 +231,11 @@ class _DifferentialModel(CardedModel):
             manager.model = PagedModel(self, self.config)
             manager.model.config._attn_implementation = "sdpa"
         return manager
+
+    def has_loss_in_chunks(self) -> bool:
+        """Whether the loss of labels is computed in chunks; see `CardedModel`. The family's options may add to it too."""
+        plain = all(getattr(self.config, name, None) in (None, value) for name, value in ON_LOGITS.items())
+        return plain and super().has_loss_in_chunks()
 
     def _counts(self) -> Counts:
         return count_family(self.config)
@@ -306,9 +310,8 @@ def _with_chunked_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
     @can_return_tuple
     @wraps(forward)
     def chunked(self: Any, *arguments: Any, **options: Any) -> Any:
-        changed = any(getattr(self.config, name, None) not in (None, plain) for name, plain in ON_LOGITS.items())
-        needs_logits = arguments or changed or self.lm_head.bias is not None or options.keys() & NEEDS_LOGITS
-        if self.loss_chunk_tokens is None or options.get("labels") is None or needs_logits:
+        needs_logits = arguments or options.get("labels") is None or options.keys() & NEEDS_LOGITS
+        if needs_logits or not self.has_loss_in_chunks():
             return forward(self, *arguments, **options)
         of_loss = ("labels", "shift_labels", "num_items_in_batch", "z_loss")
         given = {name: options.pop(name) for name in of_loss if name in options}

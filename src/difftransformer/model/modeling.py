@@ -236,7 +236,6 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    loss_chunk_tokens: int | None = None
 
     def __init__(self, config: DiffTransformerConfig) -> None:
         if not config.is_causal:
@@ -308,9 +307,10 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
         logits = loss = None
-        if labels is None or self.loss_chunk_tokens is None or type(self.lm_head) is not nn.Linear:
+        if labels is None or not self.has_loss_in_chunks():
             logits = self.lm_head(hidden)
         else:
+            assert self.loss_chunk_tokens is not None  # by has_loss_in_chunks
             loss = chunked_loss(hidden, self.lm_head.weight, labels, chunk_tokens=self.loss_chunk_tokens, **kwargs)
         if labels is not None and logits is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

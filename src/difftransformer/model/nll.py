@@ -33,23 +33,22 @@ def next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, **where
 def summed_next_token_nll(
     model: nn.Module, input_ids: Tensor, targets: Tensor, *, z_loss: float = 0.0, **where: Any
 ) -> Tensor:
-    """Return the sum of `next_token_nll`, a scalar; in chunks where the model has `loss_chunk_tokens`.
+    """Return the sum of `next_token_nll`, a scalar; in chunks where the model `has_loss_in_chunks`.
 
     Args:
         model, input_ids, where: See `next_token_nll`.
         targets: (B, T), the token after each of input_ids; -100 leaves a token out.
         z_loss: See `summed_nll`.
     """
-    if getattr(model, "loss_chunk_tokens", None) is None and not z_loss:
+    has_chunks: Any = getattr(model, "has_loss_in_chunks", None)  # models of transformers have none
+    if has_chunks is not None and has_chunks():
+        labels: dict[str, Any] = {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1, "z_loss": z_loss}
+        return model(input_ids=input_ids, **labels, use_cache=False, **where).loss
+    if not z_loss:
         return next_token_nll(model, input_ids, targets, **where).sum()
-    labels: dict[str, Any] = {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1}
-    if z_loss:
-        if getattr(model, "loss_chunk_tokens", None) is None:
-            logits = model(input_ids=input_ids, use_cache=False, **where).logits.float().flatten(0, 1)
-            squares = logits.logsumexp(-1).square().masked_fill(targets.flatten() == IGNORED, 0)
-            return F.cross_entropy(logits, targets.flatten(), reduction="sum") + z_loss * squares.sum()
-        labels["z_loss"] = z_loss
-    return model(input_ids=input_ids, **labels, use_cache=False, **where).loss
+    logits = model(input_ids=input_ids, use_cache=False, **where).logits.float().flatten(0, 1)
+    squares = logits.logsumexp(-1).square().masked_fill(targets.flatten() == IGNORED, 0)
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum") + z_loss * squares.sum()
 
 
 def loss_chunk(tokens: int, vocab_size: int, device: str) -> int | None:

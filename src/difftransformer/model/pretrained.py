@@ -31,6 +31,16 @@ ATTN_IMPLEMENTATIONS: dict[str, str | None] = {
 class CardedModel(PreTrainedModel):  # type: ignore[misc]
     """What models of this package and differential models of other families have in common beside their attention."""
 
+    loss_chunk_tokens: int | None = None
+
+    def has_loss_in_chunks(self) -> bool:
+        """Whether a language model computes the loss of labels from its output layer's weight, `loss_chunk_tokens` at a time.
+
+        An adapter on the layer, or a bias, adds to the logits, so that all of them are computed.
+        """
+        head = getattr(self, "lm_head", None)
+        return self.loss_chunk_tokens is not None and type(head) is nn.Linear and head.bias is None
+
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *arguments: Any, **options: Any
     ) -> None:
