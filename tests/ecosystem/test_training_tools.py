@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trainer, TrainingArguments
 
 from difftransformer.attention import VARIANTS
+from difftransformer.errors import CheckpointError
 from tests.support.tiny_folders import SENTENCES, differential_qwen, logits, model, saved, stock, tokens
 from tests.support.tiny_models import scramble, tiny
 
@@ -61,6 +62,32 @@ def test_lora(name, needs, tmp_path):
     torch.testing.assert_close(logits(merged, ids), after, atol=1e-5, rtol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), ids), logits(merged, ids))
+
+
+@pytest.mark.parametrize("name", ["diff", "qwen3"])
+def test_the_folder_of_an_adapter(name, needs, tmp_path):
+    """It opens with the model that it names; both are read from safetensors inside their folders alone."""
+    peft = needs("peft")
+    base, adapter, ids = tmp_path / "base", tmp_path / "adapter", tokens(2, 24)
+    _ = differential_qwen(base) if name == "qwen3" else saved(base, name)
+    network = AutoModelForCausalLM.from_pretrained(base)
+    lora = peft.LoraConfig(target_modules=PROJECTIONS, task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = peft.get_peft_model(network, lora)
+    adapted.save_pretrained(adapter)
+    for opens in (type(network), AutoModelForCausalLM):
+        assert torch.equal(logits(opens.from_pretrained(adapter), ids), logits(adapted, ids))
+    (base / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    (base / "model.safetensors").symlink_to("../outside.safetensors")
+    for opens in (type(network), AutoModelForCausalLM):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is a link out of the folder"):
+            opens.from_pretrained(adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save(peft.get_peft_model_state_dict(adapted), adapter / "adapter_model.bin")
+    (base / "model.safetensors").unlink()
+    (tmp_path / "outside.safetensors").rename(base / "model.safetensors")
+    for opens in (type(network), AutoModelForCausalLM):
+        with pytest.raises(CheckpointError, match=r"there is no adapter_model\.safetensors here"):
+            opens.from_pretrained(adapter)
 
 
 @torch.no_grad()

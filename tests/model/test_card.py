@@ -1,11 +1,12 @@
 """The model card: what is true of the model, once, and never over a person's words."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from difftransformer import DiffTransformerModel
 from difftransformer.attention import VARIANTS
@@ -111,6 +112,28 @@ def test_what_was_trained_travels_with_the_weights_and_says_where_from(tmp_path)
     AutoModelForCausalLM.from_pretrained(tmp_path / "next").save_pretrained(tmp_path / "third")
     assert training_section((tmp_path / "third" / CARD_FILE).read_text()) == training_section(text)
     assert training_section(card.replace("1.2345", "0.1")) is None
+
+
+def test_a_folder_with_the_name_of_a_model_on_the_hub_is_not_its_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = tiny()
+    model.save_pretrained("owner/name")
+    Path("owner/name", CARD_FILE).write_text(model_card(model.config, name="name", training=TRAINED))
+    model.name_or_path = "owner/name"  # as a model opened from the hub has it
+    model.save_pretrained("next")
+    assert training_section(Path("next", CARD_FILE).read_text()) is None
+    opened = AutoModelForCausalLM.from_pretrained("owner/name")
+    monkeypatch.chdir("next")
+    opened.save_pretrained(tmp_path / "third")
+    assert training_section((tmp_path / "third" / CARD_FILE).read_text())
+
+
+def test_a_push_by_position_has_no_card_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda *_, **__: None)
+    tiny().save_pretrained(tmp_path, True, None, True)
+    assert not (tmp_path / CARD_FILE).exists()
+    tiny().save_pretrained(tmp_path, True, None, False)
+    assert (tmp_path / CARD_FILE).exists()
 
 
 def test_places_of_the_training_machine_are_not_on_the_card():

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -120,6 +121,35 @@ def test_models_of_other_kinds(name, tmp_path, fails):
     for words in (["generate", "a"], ["upcycle", str(tmp_path / "out"), "--to", "diff"]):
         assert message in fails(words[0], tmp_path / "llama", *words[1:])
     assert not (tmp_path / "llama" / "ran").exists()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_differential_models_of_other_families(name, tmp_path):
+    change, message = CHANGES[name]
+    made = tiny_folders.differential_qwen(tmp_path / "model")
+    change(tmp_path / "model")
+    for opens in (type(made), AutoModelForCausalLM):
+        with pytest.raises(CheckpointError) as caught:
+            opens.from_pretrained(tmp_path / "model")
+        assert message in str(caught.value)
+
+
+def test_an_adapter_beside_the_weights_is_not_left_out(tmp_path, fails):
+    tiny_folders.saved(tmp_path / "ours")
+    tiny_folders.stock(tmp_path / "theirs")
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save(tmp_path / "llama")
+    for name, words, done in (
+        ("ours", ["export"], "exported"),
+        ("theirs", ["convert", "--to", "difftransformer"], "converted"),
+        ("llama", ["upcycle", "--to", "diff"], "converted"),
+    ):
+        (tmp_path / name / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        save_file({"x": torch.ones(1)}, tmp_path / name / "adapter_model.safetensors")
+        said = fails(words[0], tmp_path / name, tmp_path / "out", *words[1:])
+        assert f"adapter_model.safetensors: adapters are not {done}; merge them into the model" in said
+        assert not (tmp_path / "out").exists()
 
 
 def test_links_of_the_hub_s_cache(tmp_path):

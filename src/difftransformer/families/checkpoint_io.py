@@ -23,7 +23,16 @@ from ..errors import CheckpointError, ConfigError, DiffTransformerError, on_one_
 from ..files import locked, naming
 from ..model import DiffTransformerConfig
 from ..model.transformers_errors import FOREIGN_FAULTS
-from ..model.weights import CONFIG_FILE, INDEX_FILE, PIECES, WEIGHTS_FILE, check_inside, weight_map, weights_files
+from ..model.weights import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    PIECES,
+    WEIGHTS_FILE,
+    check_inside,
+    refuse_adapter,
+    weight_map,
+    weights_files,
+)
 from ..reading import read_json, with_floats
 from .conversion import FOLDER_LAYOUTS, LAYOUTS, Conversion, Shape, check_tensors
 from .diffllama import from_diffllama, to_diffllama
@@ -85,8 +94,8 @@ def convert_folder(
             without an embedding multiplier needs this.
 
     Raises:
-        ConfigError: The layouts do not convert into one another, the target cannot express the model, or the target folder
-            is in use.
+        ConfigError: The layouts do not convert into one another, the target cannot express the model, an adapter lies beside
+            the weights, or the target folder is in use.
         CheckpointError: Files are missing or damaged, or tensors contradict the configuration.
         ShapeError: A tensor's shape contradicts config.json.
     """
@@ -117,12 +126,14 @@ def write_converted(
         shard_bytes: Largest size of a weights file. None follows the source's files (`WeightsReader.shard_bytes`).
 
     Raises:
+        ConfigError: An adapter lies beside the weights.
         CheckpointError: Files are missing or damaged, or tensors contradict the configuration.
         ShapeError: A tensor's shape contradicts config.json.
     """
     with WeightsReader(source) as weights:
         check_tensors(weights.shapes, conversion.needs, optional=conversion.ties, source=str(source))
         weights.refuse_quantized()
+        refuse_adapter(source, "converted")
         _check_ties(conversion, weights)
         with whole_or_not_at_all(target) as folder:
             (folder / CONFIG_FILE).write_text(json.dumps(conversion.config, indent=2) + "\n", encoding="utf-8")

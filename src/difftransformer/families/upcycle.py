@@ -70,8 +70,8 @@ def upcycle_folder(
         **options: Options of the attention type, such as dex_heads for "dex".
 
     Raises:
-        ConfigError: the source's attention has a feature that differential attention does not have, or the target folder is
-            in use.
+        ConfigError: the source's attention has a feature that differential attention does not have, an adapter lies beside
+            its weights, or the target folder is in use.
         CheckpointError: files are missing or damaged, or tensors are not those of the configuration.
         ShapeError: a tensor's shape contradicts config.json.
     """

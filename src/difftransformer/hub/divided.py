@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from ..errors import CheckpointError, ConfigError
 from ..families.checkpoint_io import WeightsReader
-from ..model.weights import ADAPTER_FILE, DTYPES
+from ..model.weights import DTYPES, refuse_adapter
 from ..train.lora import BASE
 from ..train.parallel import DeferredModel, Processes
 from ..typed import WeightsDtype
@@ -35,8 +35,7 @@ def deferred(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> Def
         raise ConfigError(
             f"{weights.folder}: quantized weights cannot be read in parts; save the model in bf16 or fp32"
         )
-    if (weights.folder / ADAPTER_FILE).is_file():
-        raise ConfigError(f"{weights.folder / ADAPTER_FILE}: adapters are not read in parts; merge them into the model")
+    refuse_adapter(weights.folder, "read in parts")
     kind = DTYPES[dtype] if dtype != "auto" else config.dtype or torch.float32
     names: dict[str, str] = {}
     model = DeferredModel(

@@ -25,7 +25,7 @@ from ..families.checkpoint_io import (
 from ..model.card import CARD_FILE, HEADS, Training, is_ours, model_card, read_card, training_section
 from ..model.pretrained import DiffTransformerPreTrainedModel
 from ..model.transformers_errors import FOREIGN_FAULTS, quietly
-from ..model.weights import CONFIG_FILE, DTYPES, GENERATION_FILE, INDEX_FILE
+from ..model.weights import CONFIG_FILE, DTYPES, GENERATION_FILE, INDEX_FILE, refuse_adapter
 from ..sources import find_model
 from ..train import latest_checkpoint
 from ..train.checkpoint import read_average
@@ -81,7 +81,8 @@ def export_folder(
         figures: Names and values of evaluations, for the card of a run.
 
     Raises:
-        ConfigError: The target is in use, an option is unknown, or the layout cannot express the model.
+        ConfigError: The target is in use, an option is unknown, an adapter lies beside the weights, or the layout cannot
+            express the model.
         CheckpointError: The source is missing, damaged, or has another model type.
     """
     target = Path(target)
@@ -99,6 +100,7 @@ def export_folder(
     document = read_config(folder)
     if document.get("quantization_config") is not None:
         raise CheckpointError(f"{folder}: the model is quantized; export it as it was before quantization")
+    refuse_adapter(folder, "exported")
     model = open_model(folder, model_type="difftransformer", auto_class=_auto_class(document))
     if average:
         read_average(folder, model)

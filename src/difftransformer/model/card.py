@@ -155,7 +155,7 @@ def save_card(model: Any, folder: Path, *, pushed: bool = False, counts: Counts 
             model.config,
             name=folder.resolve().name,
             architecture=type(model).__name__,
-            training=inherited_training(Path(model.name_or_path)) if model.name_or_path else None,
+            training=inherited_training(model.opened_from) if model.opened_from else None,
             opens_with="package" if model._auto_class is None else "code",
             counts=counts,
         )

@@ -15,7 +15,7 @@ from .card import save_card
 from .config import DiffTransformerConfig, refuse_remote_code
 from .counts import Counts
 from .initialization import Make, Start, new_seed
-from .weights import weights_files
+from .weights import check_weights
 
 # transformers' attn_implementation -> backend of the attention operator. None leaves the choice to config.attn_backend.
 ATTN_IMPLEMENTATIONS: dict[str, str | None] = {
@@ -32,6 +32,27 @@ class CardedModel(PreTrainedModel):  # type: ignore[misc]
     """What models of this package and differential models of other families have in common beside their attention."""
 
     loss_chunk_tokens: int | None = None
+    opened_from: Path | None = None  # a folder
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any) -> Any:
+        """Open a model as `PreTrainedModel.from_pretrained` does, from safetensors inside the folder alone.
+
+        Raises:
+            CheckpointError: The weights are pickles, or lie outside the folder; those of an adapter too.
+        """
+        subfolder = options.get("subfolder", "")
+        folder = Path(str(pretrained_model_name_or_path), subfolder)
+        if options.get("gguf_file") is None:
+            check_weights(folder, options.get("variant"))
+        if adapter := (options.get("adapter_kwargs") or {}).get("_adapter_model_path"):  # as the Auto classes pass it
+            check_weights(Path(str(adapter), subfolder))
+        opened = super().from_pretrained(
+            pretrained_model_name_or_path, *arguments, **{**options, "use_safetensors": True}
+        )
+        model = opened[0] if isinstance(opened, tuple) else opened
+        model.opened_from = folder.resolve() if folder.is_dir() else None
+        return opened
 
     def has_loss_in_chunks(self) -> bool:
         """Whether a language model computes the loss of labels from its output layer's weight, `loss_chunk_tokens` at a time.
@@ -42,16 +63,21 @@ class CardedModel(PreTrainedModel):  # type: ignore[misc]
         return self.loss_chunk_tokens is not None and type(head) is nn.Linear and head.bias is None
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *arguments: Any, **options: Any
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        *arguments: Any,
+        **options: Any,
     ) -> None:
         """Save the model as `PreTrainedModel.save_pretrained` does, and write a model card (README.md).
 
         A card that was edited by hand is kept. Adapters and pushes to the hub get the cards of PEFT and transformers.
         """
-        super().save_pretrained(save_directory, is_main_process, *arguments, **options)
+        super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, *arguments, **options)
         if is_main_process:
-            pushed = options.get("push_to_hub", False)
-            save_card(self, Path(save_directory), pushed=pushed, counts=self._counts())
+            save_card(self, Path(save_directory), pushed=push_to_hub, counts=self._counts())
 
     def _counts(self) -> Counts | None:
         """Return the sizes on the card; None counts those of a model of this package."""
@@ -147,20 +173,6 @@ class DiffTransformerPreTrainedModel(CardedModel):
             if isinstance(module, Attention):
                 module.backend = backend
         return name
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any) -> Any:
-        """Open a model as `PreTrainedModel.from_pretrained` does, from safetensors inside the folder alone.
-
-        Raises:
-            CheckpointError: The weights are pickles, or lie outside the folder.
-        """
-        folder = Path(str(pretrained_model_name_or_path), options.get("subfolder", ""))
-        if folder.is_dir() and options.get("gguf_file") is None:
-            weights_files(folder, options.get("variant"))
-        return super().from_pretrained(
-            pretrained_model_name_or_path, *arguments, **{**options, "use_safetensors": True}
-        )
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:

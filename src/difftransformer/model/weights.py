@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..reading import is_plain_name, read_json
 from ..typed import short
 
@@ -32,15 +32,7 @@ def weights_files(folder: Path, variant: str | None = None) -> list[str]:
     Raises:
         CheckpointError: There are none, or the index, the configuration or a link leads to a pickle or out of the folder.
     """
-    for path in sorted(folder.iterdir()):
-        if not path.is_dir():
-            check_inside(path)
-    _check_settings(folder)
-    if (folder / ADAPTER_CONFIG_FILE).is_file() and not (folder / ADAPTER_FILE).is_file():
-        raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG_FILE} names an adapter, and there is no {ADAPTER_FILE} here; save it as safetensors, or "
-            "merge it into the model"
-        )
+    _check_files(folder)
     listed = weight_map(folder, variant)
     whole = _of_variant(WEIGHTS_FILE, variant)
     if (folder / whole).is_file():  # as transformers chooses
@@ -56,6 +48,33 @@ def weights_files(folder: Path, variant: str | None = None) -> list[str]:
         )
     index = _of_variant(INDEX_FILE, variant)
     raise CheckpointError(f"{folder} has neither {whole} nor {index}; name the folder of a saved model")
+
+
+def check_weights(folder: Path, variant: str | None = None) -> None:
+    """Check a folder as `weights_files` does. That of an adapter may name another folder with its model, which is checked too.
+
+    Raises:
+        CheckpointError: As in `weights_files`.
+    """
+    if (folder / ADAPTER_CONFIG_FILE).is_file() and not (folder / CONFIG_FILE).is_file():
+        _check_files(folder)
+        folder = Path(str(_read_object(folder / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")))
+    if folder.is_dir():
+        weights_files(folder, variant)
+
+
+def refuse_adapter(folder: Path, done: str) -> None:
+    """Refuse an adapter beside a model's weights: opening the folder would apply it.
+
+    Args:
+        folder: The folder.
+        done: What is done with the weights alone, as in "exported".
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if (folder / ADAPTER_FILE).is_file():
+        raise ConfigError(f"{folder / ADAPTER_FILE}: adapters are not {done}; merge them into the model")
 
 
 def weight_map(folder: Path, variant: str | None = None) -> dict[str, str]:
@@ -84,18 +103,30 @@ def _of_variant(name: str, variant: str | None) -> str:
     return name if variant is None else f"{stem}.{variant}.{ending}"
 
 
-def _check_settings(folder: Path) -> None:
-    """Check that a folder's settings are objects, and do not name other weights, as transformers lets them."""
+def _read_object(path: Path) -> dict[str, Any]:
+    document: Any = read_json(path, error=CheckpointError, advice="copy it again")
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds a {type(document).__name__}, expected a JSON object")
+    return document
+
+
+def _check_files(folder: Path) -> None:
+    """Check links, settings, which must not name other weights, as transformers lets them, and that no adapter is a pickle."""
+    for path in sorted(folder.iterdir()):
+        if not path.is_dir():
+            check_inside(path)
     for path in (folder / CONFIG_FILE, folder / GENERATION_FILE):
         if path.is_file():
-            document: Any = read_json(path, error=CheckpointError, advice="copy it again")
-            if not isinstance(document, dict):
-                raise CheckpointError(f"{path} holds a {type(document).__name__}, expected a JSON object")
-            other = document.get("transformers_weights")
+            other = _read_object(path).get("transformers_weights")
             if other not in (None, WEIGHTS_FILE, INDEX_FILE):
                 raise CheckpointError(
                     f"{path}: transformers_weights={short(other)} is not read; expected {WEIGHTS_FILE}"
                 )
+    if (folder / ADAPTER_CONFIG_FILE).is_file() and not (folder / ADAPTER_FILE).is_file():
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG_FILE} names an adapter, and there is no {ADAPTER_FILE} here; save it as safetensors, or "
+            "merge it into the model"
+        )
 
 
 def check_inside(path: Path) -> None:
