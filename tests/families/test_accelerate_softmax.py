@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BertConfig,
     BertModel,
     BloomConfig,
@@ -14,6 +15,7 @@ from transformers import (
     DynamicCache,
     GPT2Config,
     LlamaConfig,
+    LlavaConfig,
     MistralConfig,
     Qwen2Config,
     StaticCache,
@@ -201,6 +203,29 @@ def test_restored_and_saved_as_it_was(tmp_path):
         assert (tmp_path / "after" / file.name).read_bytes() == file.read_bytes()
     restore(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+@torch.no_grad()
+def test_parts_keep_what_is_not_sdpa():
+    """As an encoder of images beside the text model, where the model itself has no attention."""
+    text, vision = {"model_type": "llama", **GROUPED}, {"model_type": "clip_vision_model", "hidden_size": 32}
+    vision |= {
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    }
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=VOCABULARY - 1)
+    asked = {"": "eager", "text_config": "sdpa", "vision_config": "eager"}
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=asked).eval()
+    parts = [model.config, model.config.text_config, model.config.vision_config]
+    expected = model(tokens(1, 9)).logits
+    accelerate(model)
+    assert [part._attn_implementation for part in parts] == ["eager", "difftransformer", "eager"]
+    assert_close(model(tokens(1, 9)).logits, expected)
+    restore(model)
+    assert [part._attn_implementation for part in parts] == ["eager", "sdpa", "eager"]
 
 
 @torch.no_grad()

@@ -88,6 +88,13 @@ def test_a_norm_that_llama_lacks(source, tmp_path):
     assert "softmax_head_norm='plain': Llama can express 'none' only" in message
 
 
+@pytest.mark.parametrize("kind", ["softmax", "dex"])
+def test_heads_that_transformers_refuses_in_a_llama(kind, source, tmp_path):
+    source(tiny(attention_type=kind, num_attention_heads=5, head_dim=8))
+    message = refusal(tmp_path, ConfigError, to="llama")
+    assert "num_attention_heads=5: Llama can express divisors of hidden_size=32 only; export --with-code" in message
+
+
 class TestModelsThatOursLack:
     @pytest.mark.parametrize(
         ("fields", "words"),

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StaticCache
 from transformers.configuration_utils import get_head_shapes
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from difftransformer.attention import Attention
-from difftransformer.errors import ConfigError, ShapeError
+from difftransformer.errors import CheckpointError, ConfigError, ShapeError
 from difftransformer.families import FAMILIES, REFUSED, DifferentialFields, count_family, family_config, upcycle_folder
 from difftransformer.families.llama import targets
 from tests.model.test_hooks import offload
@@ -266,6 +267,20 @@ def test_maps_are_returned_and_no_implementation_is_plain(family, tmp_path):
         ours.set_attn_implementation("flash_attention_3")
 
 
+@pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "AutoModelForSequenceClassification"])
+@pytest.mark.parametrize(("asked", "backend"), [("eager", "reference"), ("sdpa", "sdpa"), (None, "auto")])
+def test_the_implementation_that_is_asked_for(kind, asked, backend, tmp_path):
+    """At the start too, where the configuration gets one name for all."""
+    auto = getattr(transformers, kind)
+    config = family_config("qwen3")(**BASE | {"num_key_value_heads": 2})
+    built = auto.from_config(config, attn_implementation=asked)
+    built.save_pretrained(tmp_path)
+    for model in (built, auto.from_pretrained(tmp_path, attn_implementation=asked)):
+        assert {module.backend for module in model.modules() if isinstance(module, Attention)} == {backend}
+        model.set_attn_implementation("difftransformer")
+        assert {module.backend for module in model.modules() if isinstance(module, Attention)} == {"auto"}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("lowest", [True, -torch.inf, torch.finfo(torch.float32).min, -1e9], ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])
@@ -339,6 +354,23 @@ def test_refused_by_what_it_has(family, options, text, tmp_path):
         upcycle_folder(tmp_path / "source", tmp_path / "made", to="diff")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "made").exists()
+
+
+def test_tensors_that_a_family_does_not_read_are_left_out(tmp_path):
+    """As transformers leaves them out, such as the draft head of a Nemotron-H."""
+    plain = source_model("nemotron_h")
+    plain.save_pretrained(tmp_path / "source")
+    file = tmp_path / "source" / "model.safetensors"
+    save_file(load_file(file) | {"mtp.layers.0.norm.weight": torch.ones(48)}, file, metadata={"format": "pt"})
+    done = upcycle_folder(tmp_path / "source", tmp_path / "made", to="diff")
+    assert done.converted.notes == (
+        "mtp.layers.0.norm.weight is left out: the source's model does not read such tensors",
+    )
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    torch.testing.assert_close(made(ids()).logits, plain(ids()).logits, rtol=0, atol=1e-4)
+    save_file(load_file(file) | {"other.weight": torch.ones(48)}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"other\.weight is not part of this layout"):
+        upcycle_folder(tmp_path / "source", tmp_path / "again", to="diff")
 
 
 def test_the_table_in_the_documentation():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -16,8 +17,10 @@ from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data import byte_tokenizer
-from difftransformer.errors import CheckpointError
+from difftransformer.errors import BackendUnavailable, CheckpointError
 from difftransformer.hub import folder_sha256, open_model, open_tokenizer
+from difftransformer.hub.opening import source_folder
+from difftransformer.ops import use_backend
 from difftransformer_lab.evals.opening import open_language_model
 from difftransformer_lab.evals.requests import Loss
 from difftransformer_lab.studies.recipe import TaskSpec
@@ -111,3 +114,38 @@ def test_an_unknown_quantization_is_refused(given, met, tmp_path):
         CheckpointError, match=f"quant_method of its quantization_config is {met}; transformers knows aqlm"
     ):
         open_model(folder)
+
+
+def test_files_that_are_fetched_from_the_hub(tmp_path, monkeypatch):
+    """Named chat templates and adapters are; weights of other programs are not."""
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    wanted += ["chat_template.jinja", "additional_chat_templates/rag.jinja", "generation_config.json"]
+    wanted += ["adapter_config.json", "adapter_model.safetensors"]
+    others = [
+        "consolidated.safetensors",
+        "onnx/model.safetensors",
+        "pytorch_model.bin",
+        "modeling_x.py",
+        "tokenization_x.py",
+    ]
+
+    def download(name, **patterns):
+        assert name == "owner/name"
+        assert list(filter_repo_objects(wanted + others, **patterns)) == wanted
+        return tmp_path
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with source_folder("owner/name") as folder:
+        assert folder == tmp_path
+
+
+def test_the_backend_of_a_diffllama(tmp_path):
+    """It is the layers', as that of a model of this package is."""
+    KINDS["diffllama"]().save_pretrained(tmp_path / "m")
+    ids = torch.arange(40)[None]
+    with use_backend("reference"):
+        expected = open_model(tmp_path / "m")(ids).logits
+    with use_backend("chunked"):  # which one that is named in the call does not heed
+        assert torch.equal(open_model(tmp_path / "m", backend="reference")(ids).logits, expected)
+    with pytest.raises(BackendUnavailable, match="no backend is named 'fast'"):
+        open_model(tmp_path / "m", backend="fast")(ids)

@@ -12,6 +12,7 @@ than one group.
 Dimensions: B batch, T new positions, S key positions, H differential heads, G their key/value groups, D width of one map.
 """
 
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +44,8 @@ def accelerate(model: Module) -> Module:
     Args:
         model: Model of transformers, or a module that contains one: a DiffLlama, or a model with softmax attention and
             attn_implementation="sdpa" that takes its attention function from transformers' table (Llama, Mistral, Qwen and
-            others). It is changed in place; a model that is accelerated already stays so.
+            others). Parts with another attn_implementation, such as an encoder of images, keep it. The model is changed in
+            place; one that is accelerated already stays so.
 
     Returns:
         The model.
@@ -66,7 +68,7 @@ def accelerate(model: Module) -> Module:
     for _, layer in layers:
         layer.__class__ = AcceleratedDiffLlamaAttention
     for network in networks:
-        network.set_attn_implementation(IMPLEMENTATION)
+        _replace(network, "sdpa", IMPLEMENTATION)
     return model
 
 
@@ -83,8 +85,7 @@ def restore(model: Module) -> Module:
         if type(module) is AcceleratedDiffLlamaAttention:
             module.__class__ = DiffLlamaAttention
     for network in _outermost(model):
-        if network.config._attn_implementation == IMPLEMENTATION:
-            network.set_attn_implementation("sdpa")
+        _replace(network, IMPLEMENTATION, "sdpa")
     return model
 
 
@@ -104,7 +105,7 @@ def _check_layer(name: str, layer: DiffLlamaAttention) -> None:
 
 def _check_network(network: PreTrainedModel) -> None:
     kind, implementation = type(network).__name__, network.config._attn_implementation
-    if implementation not in ("sdpa", IMPLEMENTATION):
+    if not _has(network.config, ("sdpa", IMPLEMENTATION)):
         raise ConfigError(
             f"accelerate: {kind} has attn_implementation={implementation!r}, which may compute more than softmax attention; "
             "call model.set_attn_implementation('sdpa') first, if the model allows it"
@@ -114,6 +115,28 @@ def _check_network(network: PreTrainedModel) -> None:
             f"accelerate: {kind} does not take its attention functions from transformers' table; only models that do can be "
             "accelerated"
         )
+
+
+def _replace(network: PreTrainedModel, old: str, new: str) -> None:
+    """Set attn_implementation to `new` in the parts of a model where it is `old`."""
+
+    def replaced(config: Any) -> Any:
+        own = new if config._attn_implementation == old else config._attn_implementation
+        parts = {name: replaced(part) for name, part in _parts(config).items()}
+        return {"": own, **parts} if any(part != own for part in parts.values()) else own
+
+    network.set_attn_implementation(replaced(network.config))
+
+
+def _has(config: Any, implementations: Collection[str]) -> bool:
+    """Whether a model or a part of it has one of these values of attn_implementation."""
+    own = config._attn_implementation in implementations
+    return own or any(_has(part, implementations) for part in _parts(config).values())
+
+
+def _parts(config: Any) -> dict[str, Any]:
+    """Return the configurations of a model's parts, such as its encoder of images, by name."""
+    return {name: part for name in config.sub_configs if (part := getattr(config, name)) is not None}
 
 
 def _modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -132,7 +155,13 @@ def _outermost(model: nn.Module) -> list[PreTrainedModel]:
 
 
 class AcceleratedDiffLlamaAttention(DiffLlamaAttention):
-    """DiffLlama's attention layer with one call of the operator. `accelerate` makes it."""
+    """DiffLlama's attention layer with one call of the operator. `accelerate` makes it.
+
+    Attributes:
+        backend: Backend of the operator.
+    """
+
+    backend: str = "auto"
 
     def forward(
         self,
@@ -184,6 +213,7 @@ class AcceleratedDiffLlamaAttention(DiffLlamaAttention):
             attn_mask=mask,
             is_causal=is_causal,
             scale=self.scaling,
+            backend=self.backend,
         )
         return self.o_proj(heads_BHTX.transpose(1, 2).flatten(2)), None
 

@@ -34,7 +34,7 @@ from ..model.weights import (
     weights_files,
 )
 from ..reading import read_json, with_floats
-from .conversion import FOLDER_LAYOUTS, LAYOUTS, Conversion, Shape, check_tensors
+from .conversion import FOLDER_LAYOUTS, LAYOUTS, Conversion, Shape
 from .diffllama import from_diffllama, to_diffllama
 from .llama import MUST_BE, beyond_layout, from_llama, to_llama
 
@@ -52,7 +52,7 @@ CARRIED = (
     "spiece.model",
     "sentencepiece*.model",
     "chat_template*",
-    "additional_chat_templates",
+    "additional_chat_templates*",  # a folder; on the hub, patterns match the paths of the files inside
     "generation_config.json",
     "LICENSE*",
     "NOTICE*",
@@ -131,7 +131,7 @@ def write_converted(
         ShapeError: A tensor's shape contradicts config.json.
     """
     with WeightsReader(source) as weights:
-        check_tensors(weights.shapes, conversion.needs, optional=conversion.ties, source=str(source))
+        notes = conversion.check(weights.shapes, str(source))
         weights.refuse_quantized()
         refuse_adapter(source, "converted")
         _check_ties(conversion, weights)
@@ -149,7 +149,7 @@ def write_converted(
         bytes=total,
         carried=tuple(carried),
         left_behind=tuple(sorted(path.name for path in source.iterdir() if path.name not in known)),
-        notes=conversion.notes,
+        notes=conversion.notes + notes,
     )
 
 

@@ -3,6 +3,7 @@
 A layout is one file of this package and one line of `LAYOUTS`; one with folders is also named in `checkpoint_io._conversion`.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ class Conversion:
         ties: Tensors that the source may leave out, each with the tensor it equals.
         makes: For every tensor of the result, the function that makes it from the source's tensors.
         notes: Sentences about what the result cannot hold.
+        unread: Patterns of tensors that the source may hold and its model does not read, such as those of a draft head.
     """
 
     config: dict[str, Any]
@@ -75,6 +77,25 @@ class Conversion:
     ties: Mapping[str, str]
     makes: Mapping[str, Callable[[Read], Tensor]]
     notes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    def check(self, shapes: Mapping[str, Shape], source: str = "") -> tuple[str, ...]:
+        """Check that a source has the tensors that are needed, and return a note if it has some that are not read.
+
+        Args:
+            shapes: Shape of every tensor, by name.
+            source: The folder, for messages.
+
+        Raises:
+            CheckpointError: A tensor is missing, or there is one too many.
+            ShapeError: A tensor's shape contradicts the configuration.
+        """
+        unread = [
+            name for name in shapes.keys() - self.needs.keys() if any(re.search(one, name) for one in self.unread)
+        ]
+        read = {name: shape for name, shape in shapes.items() if name not in unread}
+        check_tensors(read, self.needs, optional=self.ties, source=source)
+        return (f"{_listed(sorted(unread))} left out: the source's model does not read such tensors",) if unread else ()
 
     def apply(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert a state dict in memory.
@@ -83,7 +104,7 @@ class Conversion:
             CheckpointError: A tensor is missing, or there is one too many.
             ShapeError: A tensor's shape contradicts the configuration.
         """
-        check_tensors(shapes_of(state), self.needs, optional=self.ties)
+        self.check(shapes_of(state))
         return {name: make(state.__getitem__) for name, make in self.makes.items()}
 
 

@@ -130,6 +130,11 @@ def to_llama(config: DiffTransformerConfig, *, untie: bool = False) -> Conversio
             raise ConfigError(
                 f"{field}={getattr(config, field)!r}: Llama can express {expected!r} only; export --with-code"
             )
+    if config.hidden_size % config.num_attention_heads:  # which transformers asks of a Llama, whatever its head_dim
+        raise ConfigError(
+            f"num_attention_heads={config.num_attention_heads}: Llama can express divisors of hidden_size="
+            f"{config.hidden_size} only; export --with-code"
+        )
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, *HEAD_FIELDS)} | {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

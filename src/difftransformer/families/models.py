@@ -162,6 +162,7 @@ class _DifferentialModel(CardedModel):
             other parts, compute all of them.
     """
 
+    _asked_implementation: str = "difftransformer"  # by attn_implementation=
     _supports_flash_attn = False  # to which continuous batching would change
     config: Any
     _keep_in_fp32_modules_strict: Any
@@ -209,15 +210,18 @@ class _DifferentialModel(CardedModel):
             module.init_own_parameters(init.normal_)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
-        # Any other name would compute plain attention over twice the heads.
-        name = attn_implementation or IMPLEMENTATION
-        if name not in (IMPLEMENTATION, *ATTN_IMPLEMENTATIONS):
-            raise ConfigError(
-                f"attn_implementation={name!r} is not supported; choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
-            )
+        # Any other name would compute plain attention over twice the heads. The configuration gets ours before there are
+        # layers, so the model keeps the name that was asked for.
+        if attn_implementation not in (None, IMPLEMENTATION):
+            if attn_implementation not in ATTN_IMPLEMENTATIONS:
+                raise ConfigError(
+                    f"attn_implementation={attn_implementation!r} is not supported; choose one of "
+                    f"{', '.join(ATTN_IMPLEMENTATIONS)}"
+                )
+            self._asked_implementation = attn_implementation
         for module in self.modules():
             if isinstance(module, Attention):
-                module.backend = ATTN_IMPLEMENTATIONS.get(name) or self.config.attn_backend
+                module.backend = ATTN_IMPLEMENTATIONS[self._asked_implementation] or self.config.attn_backend
         return IMPLEMENTATION
 
     def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:

@@ -130,7 +130,12 @@ def from_family(
             own = _AttentionLayer(layer, kind, ours.attention_fields(), needs, seed)
             makes[name] = own.maker(part, shape) if layer else kept(name)
     return Conversion(
-        config=json.loads(ours.to_json_string()), needs=needs, ties=ties, makes=makes, notes=notes(config)
+        config=json.loads(ours.to_json_string()),
+        needs=needs,
+        ties=ties,
+        makes=makes,
+        notes=notes(config),
+        unread=tuple(source._keys_to_ignore_on_load_unexpected or ()),
     )
 
 

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from ..data.records import files_sha256
 from ..errors import CheckpointError, ConfigError, DiffTransformerError, on_one_line
-from ..families import DifferentialFields, accelerate
+from ..families import AcceleratedDiffLlamaAttention, DifferentialFields, accelerate
 from ..families.checkpoint_io import CARRIED, WeightsReader
 from ..files import naming
 from ..model import DiffTransformerConfig
 from ..model.transformers_errors import FOREIGN_FAULTS, quietly
-from ..model.weights import CONFIG_FILE, DTYPES, GENERATION_FILE, INDEX_FILE
+from ..model.weights import ADAPTER_CONFIG_FILE, CONFIG_FILE, DTYPES, GENERATION_FILE, INDEX_FILE
 from ..reading import LARGEST_INT, parse_json
 from ..sources import check_model, find_model
 from ..train import latest_checkpoint
@@ -27,7 +27,14 @@ from ..train.parallel import DeferredModel, Processes
 from ..typed import WeightsDtype, short
 from .divided import deferred, divide
 
-HUB_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *(name for name in CARRIED if not name.endswith(".py")))
+HUB_FILES = (
+    CONFIG_FILE,
+    "*.safetensors",
+    INDEX_FILE,
+    ADAPTER_CONFIG_FILE,
+    *(name for name in CARRIED if not name.endswith(".py")),
+)
+OTHER_WEIGHTS = ("*/*.safetensors", "consolidated*.safetensors")  # of other programs; `*` matches slashes too
 # A Hugging Face folder with a tokenizer has at least one of these files.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 TOKENIZER_SETTINGS = (
@@ -94,7 +101,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(OTHER_WEIGHTS)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"{name}: no such folder, and it was not found on the hub ({on_one_line(error)})"
@@ -162,7 +169,9 @@ def open_model(
         if names := loading[f"{problem}_keys"]:
             raise CheckpointError(f"{folder}: {problem} weight {min(names)}; save the model again")
     if config.model_type == "diffllama":
-        accelerate(network)
+        for layer in accelerate(network).modules():
+            if isinstance(layer, AcceleratedDiffLlamaAttention):
+                layer.backend = backend
     return network
 
 
