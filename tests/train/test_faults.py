@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from difftransformer.data import Loader
 from difftransformer.errors import ConfigError, DiffTransformerError, Diverged
-from difftransformer.train import Interrupted, checkpoints, read_metrics, saving, trainer
+from difftransformer.train import Callback, Interrupted, checkpoints, read_metrics, saving, trainer
 from difftransformer.train.config import CheckpointConfig, OptimizerConfig, ScheduleConfig
 from difftransformer.train.faults import OUTLIER_STEPS, Faults
 from difftransformer.train.metrics import read_lines
@@ -70,6 +70,24 @@ def test_a_validation_loss_that_is_not_finite_is_in_no_metrics(train_toy, tmp_pa
     with pytest.raises(Diverged, match=message):
         train_toy(tmp_path, validate_every=4, checkpoint_every=9, nonfinite=policy)
     assert read_metrics(tmp_path / "metrics.jsonl")[1] == []
+
+
+def test_weights_that_fail_validation_are_not_gone_back_to(train_toy, tmp_path, read_run):
+    """As an update that overflows leaves them: the loss before it is finite, and every one after it is not."""
+
+    class Overflow(Callback):
+        gone = False
+
+        def on_step(self, trainer, figures):
+            if trainer.step == 5 and not self.gone:
+                self.gone = True
+                torch.nn.init.constant_(next(trainer.model.parameters()), math.nan)
+
+    every = {"validate_every": 1, "checkpoint_every": 1, "keep_checkpoints": 1, "nonfinite": "rollback"}
+    with pytest.warns(UserWarning, match="step 6 has loss nan .*; training goes back to step 4"):
+        train_toy(tmp_path, callbacks=[Overflow()], **every)
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+    assert [line["step"] for line in read_run(tmp_path)[1]] == list(range(1, 9))
 
 
 def test_lambda_that_overflows_stays_readable(train_toy, tmp_path):

@@ -217,8 +217,7 @@ class Trainer:
                         raise Interrupted(continued, self.step, status)
                     self._tell_of_checkpoint()  # as well
                 while self.step < self.config.steps:
-                    if self.train_step():
-                        self.validate_if_due()
+                    if self.train_step() and self.validate_if_due():
                         self.save_if_due()
         finally:
             self.close()
@@ -305,15 +304,18 @@ class Trainer:
         norm, norms = self.mesh.clip_gradients(self.model, float("inf") if clip is None else clip)
         return Update(loss_nats=self.mesh.sum(loss.item()), gradient_norm=norm, gradient_norms=norms)
 
-    def validate_if_due(self) -> None:
-        """Validate after the last step and every `validate_every`, unless that has been done or a signal ends it."""
+    def validate_if_due(self) -> bool:
+        """Validate after the last step and every `validate_every`, unless that has been done or a signal ends it.
+
+        Return whether the step may be saved: no step goes back to weights whose validation loss is not finite.
+        """
         due = self.step == self.config.steps or self.step % self.config.validate_every == 0
         if not due or self.step <= self.validated:
-            return
+            return True
         loss = validate(self.model, self.shards, self.config, self.mesh, self._stop)
         if loss is not None and not math.isfinite(loss):
             if self.config.nonfinite == "rollback" and self.step < self.config.steps:
-                return  # the next step goes back
+                return False  # the next step goes back
             self.processes.fail(
                 Diverged(f"{self.folder}: the validation loss after step {self.step} is {loss}; {ON_DIVERGING}")
             )
@@ -323,6 +325,7 @@ class Trainer:
                 callback.on_validation(self, figures)
             self.report(ValidationMetrics(step=self.step, **figures))
             self.validated = self.step
+        return True
 
     def save_if_due(self) -> None:
         """Save after the last step and at a signal, which then ends the run; and every `checkpoint_every`, if possible."""
