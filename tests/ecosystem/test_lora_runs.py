@@ -103,11 +103,35 @@ def test_filled_later_it_has_the_values_of_a_model_built_whole(initialization, s
     [
         ({"targets": ["query"]}, "training.lora.targets: no layer 'query'; choose from down_proj, gate_proj, k_proj"),
         ({"also": ["nothing"]}, "training.lora.also: no parameter's name contains 'nothing'"),
+        (
+            {"also": ["norm", "q_proj"]},
+            "training.lora.also: all parameters whose name contains 'q_proj' are of targets",
+        ),
+        ({"targets": ["q_proj", "lm_head"]}, "training.lora.targets: the weight of 'lm_head' is the embedding too"),
     ],
 )
 def test_names_that_fit_nothing(lora, words, start, toy_recipe):
     with pytest.raises(ConfigError, match=words):
-        add_lora(open_model(start("diff")), LoraConfig(**lora), seed=0)
+        add_lora(open_model(start("diff", tie_word_embeddings=True)), LoraConfig(**lora), seed=0)
+
+
+def test_an_output_layer_of_its_own_is_adapted(start, toy_recipe, toy_shards, tmp_path):
+    recipe = adapted(toy_recipe, start("softmax", tie_word_embeddings=False), targets=["lm_head"])
+    model = train_run(tmp_path / "run", recipe, toy_shards).eval()
+    opened = open_model(checkpoints(tmp_path / "run")[-1]).eval()
+    torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_muon_trains_adapters_alone(start, toy_recipe, toy_shards, tmp_path):
+    """Adapters of the Transformer are matrices, so nothing is left for AdamW."""
+    recipe = adapted(toy_recipe, start("softmax"))
+    optimizer = dataclasses.replace(recipe.training.optimizer, method="muon")
+    recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, optimizer=optimizer))
+    model = train_run(tmp_path / "run", recipe, toy_shards)
+    assert all((tensor != 0).all() for name, tensor in model.named_parameters() if "lora_B" in name)
+    stored = load_file(checkpoints(tmp_path / "run")[-1] / "optimizer.safetensors")
+    trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
+    assert {key.partition("/")[2] for key in stored if "lora_" in key} == trained
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from difftransformer.errors import CheckpointError
-from difftransformer.train import Interrupted, checkpoints, latest_checkpoint, read_metrics, saving, verify_checkpoint
+from difftransformer.train import (
+    Interrupted,
+    checkpoints,
+    latest_checkpoint,
+    read_metrics,
+    run_summary,
+    saving,
+    verify_checkpoint,
+)
 from difftransformer.train.checkpoint import delete_checkpoint
 from difftransformer.train.config import CheckpointConfig
+from difftransformer.train.metrics import read_lines
+from difftransformer.typed import build
 from tests.train.test_resume import stop_after
 
 
@@ -299,6 +309,21 @@ def test_damaged_metrics_are_named(run, train_toy):
     path.write_text("\n".join([lines[0], '{"step":', *lines[2:]]) + "\n")
     with pytest.raises(CheckpointError, match=f"{re.escape(str(path))}: line 2"):
         train_toy(run)
+
+
+def test_a_summary_checks_the_last_lines_alone(run, monkeypatch):
+    """Each checkpoint has one, so that of a long run may not cost more for each step before it."""
+    (run / "config.yaml").write_text("name: toy\n")
+    built, lines = [], list(read_lines(run / "metrics.jsonl"))
+    monkeypatch.setattr(
+        run_summary, "build", lambda kind, line, **words: built.append(line) or build(kind, line, **words)
+    )
+    summary = dict(run_summary.training_summary(run, 6).figures)
+    assert [line["step"] for line in built] == [6, 6]
+    (loss,) = (line["loss_nats"] for line in lines if line["step"] == 6 and "loss_nats" in line)
+    (validation,) = (line["validation_loss_nats"] for line in lines if line["step"] == 6 and len(line) < 5)
+    assert summary["training loss of the last step, nats/token"] == f"{loss:.4f}"
+    assert summary["validation loss at step 6, nats/token"] == f"{validation:.4f}"
 
 
 def test_metrics_of_a_run_that_was_never_started(tmp_path):

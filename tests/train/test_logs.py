@@ -32,7 +32,7 @@ from difftransformer.train import (
 from difftransformer.train.activation_stats import activation_stats
 from difftransformer.train.config import CheckpointConfig, LoraConfig
 from difftransformer.train.lora import add_lora
-from difftransformer.train.metrics import InsideMetrics, StepMetrics, read_lines
+from difftransformer.train.metrics import InsideMetrics, MetricsLog, StepMetrics, read_lines
 from difftransformer.train.parallel import Mesh
 from difftransformer.train.profiling import Profile
 from difftransformer.train.speed import train_flops_per_token
@@ -121,6 +121,20 @@ def test_inside_is_what_maps_and_layers_show(attention_type, toy_recipe, toy_sha
     assert found["attention_entropy_nats"] == pytest.approx(entropies, rel=1e-4)
     assert found["largest_logits"] == pytest.approx(logits, rel=1e-4)
     assert found["largest_hidden_states"] == pytest.approx([one.abs().max().item() for one in hidden], rel=1e-5)
+
+
+def test_inside_that_overflows_stays_readable(toy_recipe, toy_shards, model_config, tmp_path):
+    model = build_model(model_config("softmax"), 3)
+    torch.nn.init.constant_(model.model.layers[1].mlp.down_proj.weight, math.inf)
+    found = activation_stats(model, validation_rows(toy_shards, 64, 1), toy_recipe.training, Mesh())
+    log = MetricsLog(tmp_path / "metrics.jsonl", step=0)
+    log.write(InsideMetrics(step=1, **found))
+    log.close()
+    first, second = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)[
+        "largest_hidden_states"
+    ]
+    assert first > 0
+    assert second is None
 
 
 def test_logs_change_no_bit(toy_recipe, toy_shards, model_config, tmp_path):

@@ -15,7 +15,7 @@ from ..ops.logits import logits_of_rows
 from ..ops.problem import Restrictions
 from .checkpoint import CheckpointState
 from .config import LogsConfig, TrainingConfig
-from .metrics import InsideMetrics
+from .metrics import InsideMetrics, finite
 from .parallel import Mesh
 from .trainer import Callback, Trainer
 
@@ -41,7 +41,9 @@ class ActivationStats(Callback):
 
 
 @torch.no_grad()
-def activation_stats(model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh) -> dict[str, list[float]] | None:
+def activation_stats(
+    model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh
+) -> dict[str, list[float | None]] | None:
     """Read a row, and return the fields of `InsideMetrics` except the step; None if the model's attention cannot be seen.
 
     No weight and no random generator changes. Attention runs its usual kernels, and its maps are formed beside them, some rows
@@ -99,7 +101,7 @@ def activation_stats(model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh
     if not counts.all():
         return None
     return {
-        "attention_entropy_nats": (sums / counts).tolist(),
-        "largest_logits": stats[..., 2].amax(0).tolist(),
-        "largest_hidden_states": stats[..., 3].amax(0).tolist(),
+        "attention_entropy_nats": finite((sums / counts).tolist()),
+        "largest_logits": finite(stats[..., 2].amax(0).tolist()),
+        "largest_hidden_states": finite(stats[..., 3].amax(0).tolist()),
     }

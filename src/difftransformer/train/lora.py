@@ -24,7 +24,8 @@ def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int
         How the adapters are made whose values are not there, since the model is on the meta device; by name.
 
     Raises:
-        ConfigError: PEFT is missing, or a name matches nothing in the model.
+        ConfigError: PEFT is missing, a name matches nothing in the model, a target's weight is tied, or `also` names no
+            other layers than targets.
     """
     try:
         from peft import LoraConfig as PeftConfig
@@ -34,9 +35,19 @@ def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if unknown := [name for name in config.targets if name not in linear]:
         raise ConfigError(f"training.lora.targets: no layer {unknown[0]!r}; choose from {', '.join(sorted(linear))}")
+    if tied := [name for name in config.targets if any(name in key.split(".") for key in model.all_tied_weights_keys)]:
+        raise ConfigError(
+            f"training.lora.targets: the weight of {tied[0]!r} is the embedding too, which has no adapter; leave it out"
+        )
     own = [name for name, _ in model.named_parameters()]
     if unused := [part for part in config.also if not any(part in name for name in own)]:
         raise ConfigError(f"training.lora.also: no parameter's name contains {unused[0]!r}; print(model) shows them")
+    others = [name for name in own if set(config.targets).isdisjoint(name.split("."))]
+    if adapted := [part for part in config.also if not any(part in name for name in others)]:
+        raise ConfigError(
+            f"training.lora.also: all parameters whose name contains {adapted[0]!r} are of targets, whose weights are frozen; "
+            "leave it out, or leave the target out"
+        )
     # The few parameters that attention has besides its projections are always trained: an upcycled model has to learn them.
     whole = {
         f"{path}.{name}"

@@ -1,7 +1,8 @@
 """Metrics of a run, one JSON object per line in metrics.jsonl."""
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -83,7 +84,7 @@ class FaultMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class InsideMetrics:
-    """What a model does inside on one fixed row of the validation text, by layer, after `step` steps.
+    """What a model does inside on one fixed row of the validation text, by layer, after `step` steps. None is not finite.
 
     Attributes:
         step: Number of finished steps.
@@ -93,9 +94,9 @@ class InsideMetrics:
     """
 
     step: int
-    attention_entropy_nats: list[float]
-    largest_logits: list[float]
-    largest_hidden_states: list[float]
+    attention_entropy_nats: list[float | None]
+    largest_logits: list[float | None]
+    largest_hidden_states: list[float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,11 @@ class EvaluationMetrics:
 
 
 Metrics = StepMetrics | ValidationMetrics | FaultMetrics | InsideMetrics | EvaluationMetrics
+
+
+def finite(values: Iterable[float]) -> list[float | None]:
+    """Return numbers as JSON holds them: None where one is not finite."""
+    return [value if math.isfinite(value) else None for value in values]
 
 
 class MetricsLog:

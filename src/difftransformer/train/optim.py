@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +61,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         for group in by_mesh(kind)
     ]
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
+    adamw = partial(torch.optim.AdamW, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
     if not hidden:
-        return adamw
+        return adamw(groups)
     muon = torch.optim.Muon(
         [{"params": group, "rate_factor": 1.0} for group in by_mesh(p for p in parameters if p in hidden)],
         lr=config.learning_rate,
@@ -70,7 +71,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
-    return MuonWithAdamW(muon, adamw)
+    return MuonWithAdamW(muon, adamw(groups)) if groups else muon  # LoRA may train matrices alone
 
 
 @torch.no_grad()

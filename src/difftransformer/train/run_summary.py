@@ -5,7 +5,8 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..model.card import Training
 from ..reading import parse_yaml
-from .metrics import METRICS_FILE, read_metrics
+from ..typed import build
+from .metrics import METRICS_FILE, StepMetrics, ValidationMetrics, read_lines
 
 RECIPE_FILE = "config.yaml"
 
@@ -26,10 +27,16 @@ def training_summary(run: Path, step: int) -> Training | None:
     if not isinstance(recipe, dict):
         raise CheckpointError(f"{path} holds a {type(recipe).__name__}, expected a recipe, a mapping; copy it again")
     metrics = run / METRICS_FILE
-    steps, validations = read_metrics(metrics) if metrics.exists() else ([], [])
+    done = seen = None
+    for line in (
+        read_lines(metrics) if metrics.exists() else ()
+    ):  # which is done at every checkpoint, so only two are built
+        if line["step"] <= step:
+            seen = line if "validation_loss_nats" in line else seen
+            done = line if "loss_nats" in line else done
     figures = []
-    if done := [line for line in steps if line.step <= step]:
-        last = done[-1]
+    if done is not None:
+        last = build(StepMetrics, done, source=str(metrics), error=CheckpointError)
         figures += [
             ("steps", f"{last.step:,}"),
             ("tokens", f"{last.tokens:,}"),
@@ -39,8 +46,9 @@ def training_summary(run: Path, step: int) -> Training | None:
         if last.lambdas:
             words = ("not finite" if value is None else f"{value:.3f}" for value in last.lambdas)
             figures.append(("lambda of each layer", ", ".join(words)))
-    if seen := [line for line in validations if line.step <= step]:
+    if seen is not None:
+        validation = build(ValidationMetrics, seen, source=str(metrics), error=CheckpointError)
         figures.append(
-            (f"validation loss at step {seen[-1].step:,}, nats/token", f"{seen[-1].validation_loss_nats:.4f}")
+            (f"validation loss at step {validation.step:,}, nats/token", f"{validation.validation_loss_nats:.4f}")
         )
     return Training(figures=figures, recipe=recipe)

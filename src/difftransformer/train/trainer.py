@@ -24,7 +24,7 @@ from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
 from .checkpoint import CheckpointState, folder_of_step, load_checkpoint, newest_intact
 from .config import TrainingConfig
 from .lora import add_lora
-from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
+from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics, finite
 from .optim import build_optimizer, learning_rate, update_average
 from .parallel import DeferredModel, Mesh, Processes
 from .saving import Saver
@@ -112,8 +112,7 @@ def build_model(config: DiffTransformerConfig, seed: int) -> DiffTransformerForC
 def layer_lambdas(model: DiffTransformerForCausalLM) -> list[float | None]:
     """Return each layer's lambda, averaged over heads. Layers without lambda or with one per token are left out."""
     lambdas = [module.lam() for module in model.modules() if isinstance(module, Attention)]
-    means = [lam.mean().item() for lam in lambdas if lam is not None]
-    return [mean if math.isfinite(mean) else None for mean in means]  # exponentials overflow before the loss does
+    return finite(lam.mean().item() for lam in lambdas if lam is not None)  # exponentials overflow before the loss does
 
 
 class Trainer:
