@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from difftransformer.data import Document, Tokenizer, byte_tokenizer, prepare_shards, read_documents, train_bpe
-from difftransformer.data.chat import DEFAULT_TEMPLATE
+from difftransformer.data.chat import DEFAULT_TEMPLATE, ChatTemplate
+from difftransformer.data.documents import Conversation
 from difftransformer.errors import DataError
 from tests.data.conftest import request, stored
 
@@ -208,6 +209,14 @@ def test_bad_conversations_are_named(tmp_path, chat_folder, row, words):
         ("{% if messages[-1].role == 'user' %}a{% endif %}", "line 1: the chat template writes"),
         (MARKED.replace("== 'assistant'", "== 'nobody'"), "line 1: the chat template writes no answer"),
         ("{{ messages", "line 1: the chat template refuses"),
+        (
+            "{% generation %}a{% endgeneration %}",
+            "line .: the chat template writes no token of an answer after the first",
+        ),
+        (
+            "{% generation %}a{% endgeneration %}b",
+            "line .: the chat template writes no token of an answer after the first",
+        ),
     ],
 )
 def test_templates_that_cannot_be_learned_from_are_named(tmp_path, chat_folder, template, words):
@@ -216,6 +225,26 @@ def test_templates_that_cannot_be_learned_from_are_named(tmp_path, chat_folder, 
     with pytest.raises(DataError, match=words) as met:
         prepared(tmp_path, chat_folder(template), rows * 5)
     assert "\n" not in str(met.value)
+
+
+@pytest.mark.parametrize("specials", [("<e>", "<e><f>"), ("<e><f>", "<e>")])
+def test_of_special_tokens_the_longest_ends_an_answer(specials):
+    """In whatever order the tokenizer has them."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    template = "{% for message in messages %}{{ message.content }}<e><f>{% endfor %}"
+    chat = ChatTemplate(Tokenizer(tokenizer.backend, chat_template=template))
+    conversation = Conversation("name", (("user", "Why?"), ("assistant", "So.")), "place")
+    assert list(chat.segments(conversation)) == [("Why?<e><f>", False), ("So.<e><f>", True)]
+
+
+@pytest.mark.parametrize("row", [{"text": "Words."}, {"messages": conversations(1)[0]}])
+def test_a_tokenizer_of_ids_takes_no_words(tmp_path, row):
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+    with pytest.raises(
+        DataError, match=r"rows.jsonl holds (text|messages), and the ids of its tokenizer stand for no text"
+    ):
+        prepare_shards(request(tmp_path / "rows.jsonl", tmp_path / "s", tokenizer="ids:50"))
 
 
 def test_a_tokenizer_that_begins_every_text_with_a_space_is_refused(tmp_path):

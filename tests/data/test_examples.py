@@ -13,6 +13,7 @@ from difftransformer.data import (
     Document,
     Example,
     Loader,
+    RetrievalMix,
     Shards,
     SourceConfig,
     Tokenizer,
@@ -213,6 +214,8 @@ def test_what_examples_cannot_do_is_refused(tmp_path):
     shards = written(tmp_path / "shards", examples_of(9, 20))
     with pytest.raises(ConfigError, match="set pack_documents to true"):
         loader_of(shards, pack_documents=False)
+    with pytest.raises(ConfigError, match=r"retrieval: needle documents take text, and .* holds examples"):
+        loader_of(Shards.mix([(SourceConfig(source="a"), shards)]), retrieval=RetrievalMix(share=0.5, digits=1))
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2]}\n' * 5)
     with pytest.raises(DataError, match=r"no BPE can be trained.*ids:N"):
         prepare_shards(DataConfig(source=str(tmp_path / "rows.jsonl"), folder=str(tmp_path / "other")))

@@ -1,17 +1,27 @@
 """Accuracy during training, of models that read the text or write something else, against a count by hand."""
 
 import dataclasses
+import json
 import math
+import random
 import re
 
 import pytest
 import torch
 
-from difftransformer.data import DataConfig, RetrievalMix, needle_questions, prepare_shards
+from difftransformer.data import (
+    DataConfig,
+    RetrievalMix,
+    SourceConfig,
+    needle_questions,
+    prepare_shards,
+    validation_rows,
+)
 from difftransformer.data.needles import CITIES_SEEN, is_reserved
 from difftransformer.data.synthetic import draw_examples, synthetic_task
-from difftransformer.train import read_metrics
-from difftransformer.train.accuracy import answer_scores
+from difftransformer.errors import DataError
+from difftransformer.train import accuracy, read_metrics
+from difftransformer.train.accuracy import answer_scores, held_out_answers
 from difftransformer.train.parallel import Mesh
 
 MIX = RetrievalMix(share=0.5, min_needles=1, max_needles=3, digits=2)
@@ -51,6 +61,10 @@ def reader(digits=2):
     return predict
 
 
+def scored(model, shards, training):
+    return answer_scores(model, held_out_answers(shards, training, Mesh()), training, Mesh())
+
+
 @pytest.fixture
 def bytes_run(toy_text, toy_recipe, tmp_path):
     config = DataConfig(source=str(toy_text), tokenizer="byte", validation_share=0.3, folder=str(tmp_path))
@@ -85,7 +99,7 @@ def test_accuracy_counts_whole_numbers_and_the_loss_is_the_sum_over_tokens(bytes
     """A space and two digits, each with a logit of 1 if the model says it, among 257 others of 0."""
     shards, training = bytes_run
     size = shards.tokenizer.vocab_size
-    found = answer_scores(Predictor(size, reader(digits)), shards, training, Mesh())
+    found = scored(Predictor(size, reader(digits)), shards, training)
     assert found[0] == accuracy
     assert found[1] == pytest.approx(3 * math.log(math.e + size - 1) - (3 - missed), rel=1e-5)
 
@@ -100,13 +114,13 @@ def test_the_first_needle_for_every_question(bytes_run):
         return list((text[: last.end()] + text[first.end() : first.end() + 2]).encode())
 
     model = Predictor(shards.tokenizer.vocab_size, predict)
-    assert answer_scores(model, shards, training, Mesh())[0] == pytest.approx(1 / 3)
+    assert scored(model, shards, training)[0] == pytest.approx(1 / 3)
 
 
 def test_text_without_questions_has_no_accuracy(bytes_run):
     shards, training = bytes_run
     plain = dataclasses.replace(training, retrieval=None)
-    assert answer_scores(Predictor(258, reader()), shards, plain, Mesh()) is None
+    assert held_out_answers(shards, plain, Mesh()) is None
 
 
 @pytest.mark.parametrize("windows", [5, 1000])
@@ -129,7 +143,7 @@ def test_accuracy_on_examples(toy_recipe, windows):
         asked.append(ids)
         return predicted
 
-    found = answer_scores(Predictor(34, predict), shards, training, Mesh())[0]
+    found = scored(Predictor(34, predict), shards, training)[0]
     held = draw_examples(synthetic_task("synthetic:mqar", options), 0, training=False)
     values = [value for one in held for value in one.targets.ravel().tolist() if value != -100]
     assert len(values) == 40 * 2 + 30 * 4
@@ -149,3 +163,48 @@ def test_metrics_of_a_run(train_toy, tmp_path):
     assert all(0 <= line.validation_accuracy < 0.5 for line in logged)
     assert all(line.validation_answer_nll_nats > 0 for line in logged)
     assert [line.validation_accuracy for line in read_metrics(tmp_path / "without" / "metrics.jsonl")[1]] == [None]
+
+
+def test_questions_that_do_not_fit_the_text_are_refused_before_training(train_toy, tmp_path):
+    """In text that is made of digits, every number of three digits occurs, so that none can be asked for."""
+    draw = random.Random(5)
+    lines = ("".join(draw.choices("0123456789", k=80)) for _ in range(2000))
+    (tmp_path / "digits.txt").write_text("\n".join(lines) + "\n")
+    source = {"source": str(tmp_path / "digits.txt"), "folder": str(tmp_path / "shards")}
+    shards = prepare_shards(DataConfig(**source, tokenizer="byte", validation_share=0.3))
+    fields = {"batch_tokens": 4096, "context_stages": [(0, 4096)], "retrieval": RetrievalMix(share=0.5, digits=3)}
+    with pytest.raises(DataError, match=r"needle numbers of 3 digits: .* all occur in .* corpus text"):
+        train_toy(tmp_path / "run", shards=shards, **fields)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b""
+
+
+def test_questions_are_drawn_once(train_toy, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        accuracy, "needle_questions", lambda *words, **by: drawn.append(by) or needle_questions(*words, **by)
+    )
+    train_toy(tmp_path, steps=3, validate_every=1, retrieval=RetrievalMix(share=0.5, digits=2))
+    assert len(read_metrics(tmp_path / "metrics.jsonl")[1]) == 3
+    assert len(drawn) == 1
+
+
+def test_a_mixture_of_examples_has_an_accuracy(train_toy, tmp_path):
+    """The share of right next tokens in its validation rows, of the model as it is saved."""
+    for name, letter in (("one", 97), ("two", 98)):
+        rows = ({"input_ids": [letter] * (3 + index % 5)} for index in range(40))
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    sources = [SourceConfig(source=str(tmp_path / f"{name}.jsonl")) for name in ("one", "two")]
+    shards = prepare_shards(
+        DataConfig(mixture=sources, tokenizer="byte", validation_share=0.3, folder=str(tmp_path / "shards"))
+    )
+    fields = {"steps": 2, "pack_documents": True, "context_stages": [(0, 64)], "validation_windows": 4}
+    model = train_toy(tmp_path / "run", shards=shards, retrieval=None, **fields).eval()
+    right = asked = 0
+    for ids, targets, positions in validation_rows(shards, 64, 4).tolist():
+        starts = [place for place, position in enumerate(positions) if position == 0]
+        for start, end in zip(starts, [*starts[1:], 64], strict=True):
+            predicted = model(torch.tensor([ids[start:end]])).logits[0].argmax(-1).tolist()
+            pairs = [pair for pair in zip(predicted, targets[start:end], strict=True) if pair[1] != -100]
+            right, asked = right + sum(met == target for met, target in pairs), asked + len(pairs)
+    (line,) = read_metrics(tmp_path / "run" / "metrics.jsonl")[1]
+    assert line.validation_accuracy == pytest.approx(right / asked)

@@ -33,7 +33,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.template = tokenizer.chat_template or DEFAULT_TEMPLATE
         self.tokens = {"bos_token": tokenizer.begin_of_text_token, "eos_token": tokenizer.end_of_text_token}
-        self.special = re.compile("|".join(map(re.escape, tokenizer.special_tokens)) or "(?!)")
+        names = sorted(tokenizer.special_tokens, key=len, reverse=True)  # one may begin with another
+        self.special = re.compile("|".join(map(re.escape, names)) or "(?!)")
         if tokenizer.encode("\nA") != tokenizer.encode("\n") + tokenizer.encode("A"):
             raise DataError(
                 "the tokenizer encodes a text in another way after other text, so conversations cannot be divided into prompts "

@@ -176,9 +176,9 @@ class Loader:
                     )
             if self.retrieval is None:
                 continue
-            if self.shards.records:
+            if examples := [shards.manifest.source for _, shards in self._sources if shards.records]:
                 raise ConfigError(
-                    f"retrieval: needle documents take text, and {self.shards.manifest.source} holds examples; leave it out"
+                    f"retrieval: needle documents take text, and {examples[0]} holds examples; leave it out"
                 )
             mix, tokenizer = self.retrieval, self.shards.tokenizer
             needed = needle_document_tokens(

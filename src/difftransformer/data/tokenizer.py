@@ -113,6 +113,11 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(self.backend.to_str())
 
     @property
+    def is_of_ids(self) -> bool:
+        """Whether the tokens are numbers (see `id_tokenizer`), as which every word of a text would be 0."""
+        return bool(self._settings["model"].get("unk_token") == "0")
+
+    @property
     def special_tokens(self) -> list[str]:
         """The names of the special tokens."""
         return [token["content"] for token in self._settings["added_tokens"] if token["special"]]

@@ -43,7 +43,7 @@ Documents = Iterable[tuple[Split, AnyDocument]]
 class Part(NamedTuple):
     """Text of a document up to a cut, or all of it. `ends` says whether the document ends here.
 
-    An `example` has its tokens already, and no text. Parts of a conversation say whether they are `scored`.
+    An `example` has its tokens already, and no text. Parts of a conversation say whether they are `scored`, and its `place`.
     """
 
     split: str
@@ -51,6 +51,7 @@ class Part(NamedTuple):
     ends: bool
     example: Example | None = None
     scored: bool | None = None
+    place: str = ""
 
     @property
     def size(self) -> int:
@@ -101,13 +102,20 @@ def write_documents(
         on_text: Called with the number of bytes of a `LargeDocument` that have been read since the last call.
 
     Raises:
-        DataError: A split has no documents, the folder cannot be written to, or the disk is full.
+        DataError: A split has no documents, the tokenizer is not one of text, the folder cannot be written to, or the disk
+            is full.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         documents = iter(documents)
         first = list(islice(documents, 1))
-        writer = _Writer(folder, tokenizer, _kind(first[0][1]) if first else Document, shard_tokens)
+        kind = _kind(first[0][1]) if first else Document
+        if kind is not Example and tokenizer.is_of_ids:
+            raise DataError(
+                f"{source} holds {_HELD[kind]}, and the ids of its tokenizer stand for no text; name another one in "
+                "data.tokenizer, such as bpe or byte"
+            )
+        writer = _Writer(folder, tokenizer, kind, shard_tokens)
         writer.write(chain(first, documents), on_text)
         manifest = Manifest(
             version=MANIFEST_VERSION,
@@ -172,7 +180,7 @@ class _Writer:
             assert self.template is not None
             segments = list(self.template.segments(document))
             for index, (text, scored) in enumerate(segments, start=1):
-                yield Part(split, text, index == len(segments), scored=scored)
+                yield Part(split, text, index == len(segments), scored=scored, place=document.place)
         else:
             for part in cut_parts(split, document.parts(), self.tokenizer):
                 yield part
@@ -248,12 +256,25 @@ def _kind(document: AnyDocument) -> type:
 
 
 def _examples(parts: list[Part], counts: npt.NDArray[np.int64], tokens: npt.NDArray[np.uint32]) -> list[Example]:
-    """Return conversations that are tokenised as examples: each token is predicted from those before it."""
+    """Return conversations that are tokenised as examples: each token is predicted from those before it.
+
+    Raises:
+        DataError: Of a conversation, no token is learned.
+    """
     scored = np.repeat([part.scored for part in parts], counts)
     targets = np.where(scored, tokens.astype(np.int64), IGNORED)
     stops = np.cumsum(counts)[[part.ends for part in parts]].tolist()
-    spans = pairwise([0, *stops])
-    return [Example("", tokens[start : stop - 1].astype(np.int64), targets[start + 1 : stop]) for start, stop in spans]
+    places = [part.place for part in parts if part.ends]
+    examples = []
+    for place, (start, stop) in zip(places, pairwise([0, *stops]), strict=True):
+        example = Example(place, tokens[start : stop - 1].astype(np.int64), targets[start + 1 : stop])
+        if (example.targets == IGNORED).all():
+            raise DataError(
+                f"{place}: the chat template writes no token of an answer after the first token, so nothing is learned; "
+                "correct the template, or leave the conversation out"
+            )
+        examples.append(example)
+    return examples
 
 
 class _SplitWriter:

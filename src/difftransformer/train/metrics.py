@@ -52,7 +52,7 @@ class ValidationMetrics:
     """Loss on fixed validation windows after `step` steps.
 
     Where the data ask for answers, the share of right ones, and the mean negative log-likelihood of the right answer (see
-    `accuracy.answer_scores`).
+    `accuracy.held_out_answers`).
     """
 
     step: int
