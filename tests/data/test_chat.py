@@ -10,7 +10,16 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from difftransformer.data import Document, Tokenizer, byte_tokenizer, prepare_shards, read_documents, train_bpe
+from difftransformer.data import (
+    DataConfig,
+    Document,
+    SourceConfig,
+    Tokenizer,
+    byte_tokenizer,
+    prepare_shards,
+    read_documents,
+    train_bpe,
+)
 from difftransformer.data.chat import DEFAULT_TEMPLATE, ChatTemplate
 from difftransformer.data.documents import Conversation
 from difftransformer.errors import DataError
@@ -150,6 +159,17 @@ def test_parquet_and_data_sets_give_the_same(tmp_path, monkeypatch, chat_folder)
     for index, source in enumerate(sources):
         config = request(source, tmp_path / f"shards-{index}", tokenizer=str(folder), validation_share=0.3)
         assert stored(prepare_shards(config)) == stored(expected)
+
+
+@pytest.mark.parametrize("order", [("chat", "text"), ("text", "chat")])
+def test_a_mixture_with_conversations_keeps_their_template(tmp_path, order):
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in conversations()))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "Some words."}) + "\n" + json.dumps({"text": "More."}))
+    mixture = [SourceConfig(source=str(tmp_path / f"{name}.jsonl")) for name in order]
+    mixed = prepare_shards(
+        DataConfig(mixture=mixture, tokenizer="byte", validation_share=0.5, folder=str(tmp_path / "shards"))
+    )
+    assert mixed.tokenizer.chat_template == DEFAULT_TEMPLATE
 
 
 def test_another_template_makes_other_shards(tmp_path, chat_folder, caplog):

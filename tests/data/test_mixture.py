@@ -138,6 +138,13 @@ def test_rows_are_divided_without_state(weights, seed):
         assert np.abs(counts - shares).max() <= len(weights)
 
 
+@pytest.mark.parametrize("weights", [[1e-12, 3e-12], [3e-12, 1e-12], [1e-300, 1e-300]])
+def test_small_weights_are_weights(weights):
+    allocation = Allocation(weights, np.random.default_rng(0))
+    met = Counter(allocation.place(row)[0] for row in range(400))
+    assert [met[0], met[1]] == pytest.approx([400 * weight / sum(weights) for weight in weights], abs=2)
+
+
 def naive_best_fit(sizes, capacity):
     rows = []
     for size in sizes:

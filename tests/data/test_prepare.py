@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import time
 
 import pytest
@@ -102,6 +103,18 @@ def test_any_change_of_the_files_is_seen(text, tmp_path, monkeypatch, change):
     first = prepare_shards(request(text, tmp_path / "shards"))
     change(text)
     assert prepare_shards(request(text, tmp_path / "shards")).folder != first.folder
+
+
+def test_damaged_shards_say_what_makes_them_whole(text, tmp_path):
+    """Their manifest would be found again."""
+    first = prepare_shards(request(text, tmp_path / "shards"))
+    content = (first.folder / "train-00000.bin").read_bytes()
+    (first.folder / "train-00000.bin").write_bytes(content[:-2])
+    with pytest.raises(DataError, match=f"; delete {first.folder} and tokenise again with difftransformer tokenize"):
+        prepare_shards(request(text, tmp_path / "shards"))
+    shutil.rmtree(first.folder)
+    again = prepare_shards(request(text, tmp_path / "shards"))
+    assert (again.folder / "train-00000.bin").read_bytes() == content
 
 
 def test_shards_stand_for_a_text_that_is_missing(text, tmp_path):

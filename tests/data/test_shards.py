@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -67,6 +68,16 @@ def test_a_stream_slices_like_one_array(sizes, start, stop):
         stream[::2]
 
 
+def test_a_slice_costs_the_same_among_many_parts():
+    """As those of long documents that are read several times are."""
+    stream = TokenStream(list(np.arange(300_000, dtype=np.uint16).reshape(-1, 3)))
+    tracemalloc.start()
+    assert stream[100:110].tolist() == list(range(100, 110))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10_000
+
+
 def test_large_vocabularies_take_four_bytes(tmp_path, monkeypatch):
     tokenizer = byte_tokenizer()
     monkeypatch.setattr(tokenizer, "vocab_size", 2**16)
@@ -115,7 +126,8 @@ def test_a_truncated_or_missing_file_is_found_without_reading_it(damaged, verify
     path = damaged / "validation-00000.bin"
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(
-        DataError, match=r"validation-00000.bin: the file has 8190 bytes, the manifest says 8192; tokenise"
+        DataError,
+        match=r"validation-00000.bin: the file has 8190 bytes, the manifest says 8192; delete .*copy and tokenise",
     ):
         Shards.open(damaged, verify=verify)
     path.unlink()
@@ -133,7 +145,7 @@ def test_a_truncated_or_missing_file_is_found_without_reading_it(damaged, verify
         (lambda m: m.update(dtype="<f4"), r"dtype: '<f4' is not allowed; choose one of <u2, <u4"),
         (lambda m: m["splits"].pop("validation"), r"splits.validation: missing; tokenise again"),
         (lambda m: m["splits"]["train"]["shards"][0].pop("sha256"), r"splits.train.shards\[0\].sha256: missing"),
-        (lambda m: m.update(tokenizer_sha256="0"), r"the shards were made with 0; tokenise again"),
+        (lambda m: m.update(tokenizer_sha256="0"), r"the shards were made with 0; delete .*copy and tokenise again"),
     ],
 )
 def test_another_manifest_is_refused(damaged, change, words):

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import sys
+import time
 
 import pytest
 import tokenizers
@@ -22,7 +23,7 @@ from difftransformer.data import (
     text,
     writing,
 )
-from difftransformer.data.documents import LargeDocument
+from difftransformer.data.documents import LargeDocument, cut_text
 from difftransformer.data.writing import cut_parts
 from difftransformer.errors import DataError
 from difftransformer.progress import shown_by
@@ -198,6 +199,20 @@ def test_a_large_file_has_the_tokens_of_its_whole_text(tmp_path, monkeypatch, bp
         assert len(parts) == 1  # any cut puts a space into the text
     inside = Document("a.txt", whole)
     assert list(inside.parts()) == list(document.parts())
+
+
+def test_a_long_text_in_memory_is_cut_in_linear_time():
+    """Into the parts that are found by cutting one off after another."""
+    line = "Words and text, é ☃ of\na line here.\n\n"
+    expected, rest = [], line * 20
+    while len(rest) > 32:
+        expected.append(next(cut_text([rest[:33]], 32)))
+        rest = rest[len(expected[-1]) :]
+    assert list(cut_text([line * 20], 32)) == [*expected, rest]
+    whole = line * 100_000
+    started = time.process_time()
+    assert "".join(cut_text([whole], 32)) == whole
+    assert time.process_time() - started < 10
 
 
 def test_a_large_file_is_cut_for_validation_where_a_small_one_is(tmp_path, monkeypatch):

@@ -37,6 +37,35 @@ def test_a_folder_is_read_recursively_in_the_order_of_names(tmp_path):
     ]
 
 
+def test_linked_folders_are_read_once(tmp_path):
+    """What is below the folder itself keeps its name, and links that lead back end."""
+    for name in ("in/z", "out/deep"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "text.txt").write_text(name)
+    for link, target in (
+        ("in/a", "in/z"),
+        ("in/b", "out"),
+        ("in/z/back", "in"),
+        ("out/deep/up", "out"),
+        ("in/c.txt", "out/deep/text.txt"),
+    ):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    found = {document.name: document.text for document in read_documents(str(tmp_path / "in"))}
+    assert found == {"b/deep/text.txt": "out/deep", "c.txt": "out/deep", "z/text.txt": "in/z"}
+
+
+def test_a_broken_link_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"b.txt: cannot be read \(No such file"):
+        read_documents(str(tmp_path))
+
+
+def test_a_name_that_is_null_is_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "name": null}\n{"text": "two"}\n')
+    assert [document.name for document in read_documents(str(tmp_path / "a.jsonl"))] == ["a.jsonl:1", "a.jsonl:2"]
+
+
 def test_a_file_name_that_is_not_utf8(tmp_path):
     write(tmp_path / "a.txt", "first\n")
     try:

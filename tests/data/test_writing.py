@@ -1,5 +1,6 @@
 """Shards written from a stream: in one pass, begun again after a stop, and with flat memory."""
 
+import gzip
 import itertools
 import json
 import os
@@ -203,6 +204,23 @@ def test_a_large_text_teaches_a_bpe_by_parts_spread_over_it(tmp_path, monkeypatc
     places = [[document.text for document in train].index(part) for part in chosen]
     assert len(places) == len(train) // 4
     assert set(np.diff(places).tolist()) <= {4}
+
+
+@pytest.mark.parametrize("order", [("large", "small"), ("small", "large")])
+def test_a_bpe_of_a_mixture_sees_every_source(tmp_path, monkeypatch, order):
+    """Also where a source before is compressed, and so larger than its file."""
+    rows = [json.dumps({"text": "alpha beta " * 50}) for _ in range(200)]
+    with gzip.open(tmp_path / "large.jsonl.gz", "wt") as file:
+        file.write("\n".join(rows))
+    (tmp_path / "small.jsonl").write_text("".join(json.dumps({"text": "zebra " * 20}) + "\n" for _ in range(50)))
+    paths = {"large": str(tmp_path / "large.jsonl.gz"), "small": str(tmp_path / "small.jsonl")}
+    monkeypatch.setattr(prepare, "BPE_CHARACTERS", 20_000)
+    mixture = [{"source": paths[name]} for name in order]
+    chosen = list(prepare._training_text(recipe_mixture(tmp_path, mixture=mixture), [paths[name] for name in order]))
+    found = {letter: sum(len(part) for part in chosen if part.startswith(letter)) for letter in "az"}
+    train, _ = split_documents(text.read_documents(paths["small"]), validation_share=0.2, seed=0)
+    assert found["z"] == sum(len(document.text) for document in train)
+    assert 17_000 < found["a"] + found["z"] < 21_000
 
 
 MEMORY = """

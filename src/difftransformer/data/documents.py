@@ -149,12 +149,13 @@ def cut_text(blocks: Iterable[str], characters: int) -> Iterator[str]:
     """Yield a text that is given in blocks in parts of at most `characters`, cut between words or lines where possible."""
     rest = ""
     for block in blocks:
-        rest += block
-        while len(rest) > characters:
-            place = next((match for cut in _CUTS if (match := cut.match(rest, 0, characters))), None)
-            end = place.end() if place else characters
-            yield rest[:end]
-            rest = rest[end:]
+        rest, start = rest + block, 0
+        while len(rest) - start > characters:
+            found = next((match for cut in _CUTS if (match := cut.match(rest, start, start + characters))), None)
+            end = found.end() if found else start + characters
+            yield rest[start:end]
+            start = end
+        rest = rest[start:]
     if rest:
         yield rest
 

@@ -65,7 +65,7 @@ class Batch:
 
 def share_of(value: float) -> Fraction:
     """Return a share or weight as the fraction that was written (0.1 is 1/10), so that rows are counted in exact integers."""
-    return Fraction(value).limit_denominator(10**9)
+    return Fraction(value).limit_denominator(10**9) or Fraction(value)  # which is not 0 because it is small
 
 
 class Allocation:

@@ -41,13 +41,14 @@ from .shards import (
     write_manifest,
 )
 from .synthetic import PREFIX, synthetic_shards, synthetic_task
-from .text import Reading, is_missing, iter_documents, iter_split, source_bytes, source_state
+from .text import Reading, is_missing, is_of_unknown_size, iter_documents, iter_split, source_bytes, source_state
 from .tokenizer import BYTE_VOCABULARY, SPECIAL_TOKENS, Tokenizer, load_tokenizer, train_bpe
 from .writing import TextDigest, write_documents
 
 DEFAULT_FOLDER = "shards"
 BPE_CHARACTERS = 2**29
-"""Text that a BPE is trained on, at most. Of larger sources it gets parts that are evenly spread."""
+"""Text that a BPE is trained on, at most. Of larger sources it gets parts that are evenly spread over them, or over their
+beginning where the size of their text is not known."""
 _LARGE_BYTES = 2**26  # size of a source from which progress is worth showing
 _MAKING = "making-"  # begins the names of folders that are not complete
 _MIXTURE_FILE = "mixture.json"
@@ -337,10 +338,14 @@ def _train_bpe(config: DataConfig, sources: Sequence[str]) -> Tokenizer:
 
 def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
     """Yield training text, and parts of it that are evenly spread if it is larger than `BPE_CHARACTERS`."""
-    sizes = [source_bytes(source) or 0 for source in sources]
-    share, place, read = min(Fraction(1), Fraction(BPE_CHARACTERS, max(1, sum(sizes)))), 0, 0
-    for source in sources:
+    sizes = [source_bytes(source) or BPE_CHARACTERS // len(sources) for source in sources]
+    share, place, read = min(Fraction(1), Fraction(BPE_CHARACTERS, sum(sizes))), 0, 0
+    for index, source in enumerate(sources):
+        # What may be larger than its files leaves room for the sources after it.
+        most = BPE_CHARACTERS - (share * sum(sizes[index + 1 :]) if is_of_unknown_size(source) else 0)
         for split, document in _split(config, iter_documents(source)):
+            if read > most:
+                break
             if isinstance(document, Example):
                 raise DataError(
                     f"{source} holds token ids, on which no BPE can be trained; name their tokenizer in data.tokenizer, or "
@@ -351,8 +356,6 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
                 if math.floor(place * share) > math.floor((place - 1) * share):
                     read += len(part)
                     yield part
-            if read > BPE_CHARACTERS:  # compressed, or of unknown size
-                return
 
 
 def _split(config: DataConfig, documents: Iterable[AnyDocument]) -> Iterator[tuple[Split, AnyDocument]]:

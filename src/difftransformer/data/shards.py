@@ -149,11 +149,11 @@ class TokenStream:
         if len(self.parts) == 1:
             return self.parts[0][start:stop]
         first = max(int(np.searchsorted(self._starts, start, side="right")) - 1, 0)
-        pieces = []
-        for part, offset in zip(self.parts[first:], self._starts[first:].tolist(), strict=False):
-            if offset >= stop:
-                break
-            pieces.append(part[max(start - offset, 0) : stop - offset])
+        last = int(np.searchsorted(self._starts, stop))  # long documents that are read again make many parts
+        pieces = [
+            part[max(start - offset, 0) : stop - offset]
+            for part, offset in zip(self.parts[first:last], self._starts[first:last].tolist(), strict=True)
+        ]
         if not pieces:
             return self.parts[0][:0]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -227,7 +227,7 @@ class Shards:
         if tokenizer.sha256 != manifest.tokenizer_sha256:
             raise DataError(
                 f"{folder / 'tokenizer'}: the tokenizer has sha256 {tokenizer.sha256}, the shards were made with "
-                f"{manifest.tokenizer_sha256}; {_TOKENISE_AGAIN}"
+                f"{manifest.tokenizer_sha256}; {_replace(folder)}"
             )
         dtype = manifest.item_dtype
         streams: dict[str, TokenStream] = {
@@ -295,7 +295,9 @@ class Shards:
         streams: dict[str, TokenStream] = {
             split: TokenStream([part for shards in parts for part in shards.streams[split].parts]) for split in SPLITS
         }
-        return cls(first.folder.parent, manifest, first.tokenizer, streams, tuple(sources))
+        # Conversations have written their chat template into their tokenizer, and text has not.
+        tokenizer = next((one.tokenizer for one in parts if one.tokenizer.chat_template is not None), first.tokenizer)
+        return cls(first.folder.parent, manifest, tokenizer, streams, tuple(sources))
 
     @property
     def folders(self) -> list[Path]:
@@ -327,23 +329,32 @@ def copies() -> Path:
     return cache_folder() / "shards"
 
 
+def _replace(folder: Path) -> str:
+    """Return what to do about a damaged folder, whose manifest would be found again."""
+    return f"delete {folder} and {_TOKENISE_AGAIN}"
+
+
 def _open_shard(folder: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool) -> npt.NDArray[Any]:
     path, expected = folder / shard.file, shard.tokens * dtype.itemsize
     try:
         size = path.stat().st_size
         if size != expected:
-            raise DataError(f"{path}: the file has {size} bytes, the manifest says {expected}; {_TOKENISE_AGAIN}")
+            raise DataError(f"{path}: the file has {size} bytes, the manifest says {expected}; {_replace(folder)}")
         if verify:
             with open(path, "rb") as file:
                 met = hashlib.file_digest(file, "sha256").hexdigest()
             if met != shard.sha256:
-                raise DataError(f"{path}: wrong checksum: expected sha256 {shard.sha256}, got {met}; {_TOKENISE_AGAIN}")
+                raise DataError(
+                    f"{path}: wrong checksum: expected sha256 {shard.sha256}, got {met}; {_replace(folder)}"
+                )
         # A plain array, because slicing np.memmap itself costs several times more.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     except FileNotFoundError:
-        raise DataError(f"{path}: the file is missing, but the manifest lists it; {_TOKENISE_AGAIN}") from None
+        raise DataError(f"{path}: the file is missing, but the manifest lists it; {_replace(folder)}") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check permissions, or {_TOKENISE_AGAIN}") from None
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); check permissions, or {_replace(folder)}"
+        ) from None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

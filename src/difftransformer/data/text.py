@@ -121,14 +121,23 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
 def walk(
     folder: Path, suffixes: Sequence[str], skipped_folders: frozenset[str] = frozenset()
 ) -> list[tuple[str, Path]]:
-    """Return (name, path) of the files below a folder, sorted by name, without hidden files and folders."""
-    files = []
-    for current, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
-        for name in names:
-            if not name.startswith(".") and name.endswith(tuple(suffixes)):
-                path = Path(current, name)
-                files.append((path.relative_to(folder).as_posix(), path))
+    """Return (name, path) of the files below a folder, sorted by name, without hidden files and folders.
+
+    A folder that has several names, since it is linked, is read under one of them.
+    """
+    files, seen, tops = [], set[str](), [str(folder)]
+    for top in tops:  # folders that are linked follow, so that what is in this one keeps its name
+        for current, folders, names in os.walk(top):
+            if (real := os.path.realpath(current)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in skipped_folders)
+            tops += [link for name in folders if os.path.islink(link := os.path.join(current, name))]
+            for name in names:
+                if not name.startswith(".") and name.endswith(tuple(suffixes)):
+                    path = Path(current, name)
+                    files.append((path.relative_to(folder).as_posix(), path))
     return sorted(files)
 
 
@@ -196,6 +205,12 @@ def source_bytes(source: str) -> int | None:
     """Return the size of a source's files, or None for a set of the Hugging Face hub."""
     located = _source_files(source)
     return None if located is None else sum(path.stat().st_size for _, path in located[1] if path.exists())
+
+
+def is_of_unknown_size(source: str) -> bool:
+    """Whether files do not tell the size of a source's text: it is compressed, or a set of the Hugging Face hub."""
+    located = _source_files(source)
+    return located is None or not all(path.name.endswith((*TEXT_SUFFIXES, ".jsonl")) for _, path in located[1])
 
 
 def _source_files(source: str) -> tuple[Path, list[tuple[str, Path]]] | None:
@@ -287,8 +302,9 @@ def _cut_document(
 
 def _read_files(files: Sequence[tuple[str, Path]], empty: DataError, reading: Reading) -> Iterator[AnyDocument]:
     """Yield the documents of files; raise `empty` if there are none."""
-    with readable(files[0][1].parent):
-        reading.total = sum(path.stat().st_size for _, path in files)
+    for _, path in files:
+        with readable(path):
+            reading.total += path.stat().st_size
     is_empty = True
     for name, path in files:
         for document in _read_file(path, name, reading):
@@ -301,10 +317,10 @@ def _read_files(files: Sequence[tuple[str, Path]], empty: DataError, reading: Re
 def _read_file(path: Path, name: str, reading: Reading) -> Iterator[AnyDocument]:
     if path.name.endswith(JSONL_SUFFIXES):
         for number, row in json_lines(path, reading.add):
-            place, row_name = f"{path}: line {number}", row.get("name", f"{name}:{number}")
-            if not isinstance(row_name, str):
+            place, row_name = f"{path}: line {number}", row.get("name")
+            if not isinstance(row_name, str | None):
                 raise DataError(f'{place} has the "name" {short(row_name)}; it must be a string, or left out')
-            document = _row_document(row, row_name, place)
+            document = _row_document(row, f"{name}:{number}" if row_name is None else row_name, place)
             if document is None:
                 raise DataError(f'{place} has an empty "text"; give it text or remove the line')
             yield document
