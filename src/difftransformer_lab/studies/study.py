@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from difftransformer.data import Shards, prepare_shards
 from difftransformer.errors import ConfigError, EvaluationError
 from difftransformer.families.upcycle import upcycle_folder
-from difftransformer.files import locked
+from difftransformer.files import locked, write_text_atomically
 from difftransformer.hub import folder_sha256, source_folder
 
 from ..evals.engine import Task
@@ -102,26 +103,43 @@ class Study:
         return replace(self._prepared[key], recipe=recipe)
 
     def _on_this_machine(self, recipe: Recipe) -> Recipe:
-        """Return a recipe with the folders of upcycled models, which are made if they are missing."""
+        """Return a recipe with the folders of upcycled models, which are made if they are missing.
+
+        Raises:
+            ConfigError: A folder holds what became of another model.
+        """
         if self._source is None:
             return recipe
         made = {}
-        for named in (str(recipe.start_from), recipe.data.tokenizer):
+        for named in (recipe.data.tokenizer, str(recipe.start_from)):  # every arm has the first: it tells another source
             to = named.removeprefix(UPCYCLED).partition(" ")[0]
             made[named] = self._models / to
+            note = self._models / f"{to}.source"
             if not made[named].exists():
                 logger.info("making %s of %s", made[named], self._source)
+                self._models.mkdir(parents=True, exist_ok=True)
+                write_text_atomically(note, self._source_sha256)
                 with source_folder(self._source) as pretrained:
                     upcycle_folder(pretrained, made[named], to=to)
+            elif not note.exists() or note.read_text(encoding="utf-8") != self._source_sha256:
+                raise ConfigError(
+                    f"{made[named]}: was made of another model than {self._source}, or by an earlier release; choose another "
+                    "--out, or delete it"
+                )
         data = replace(recipe.data, tokenizer=str(made[recipe.data.tokenizer]))
         return replace(recipe, start_from=str(made[str(recipe.start_from)]), data=data)
+
+    @cached_property
+    def _source_sha256(self) -> str:
+        assert self._source is not None
+        with source_folder(self._source) as pretrained:
+            return folder_sha256(pretrained)
 
     def _data_sha256(self, shards: Shards) -> str:
         fingerprint = shards.manifest.fingerprint
         if self._source is None:
             return fingerprint
-        with source_folder(self._source) as pretrained:
-            return hashlib.sha256(f"{fingerprint} {folder_sha256(pretrained)}".encode()).hexdigest()
+        return hashlib.sha256(f"{fingerprint} {self._source_sha256}".encode()).hexdigest()
 
     def files(self, runs: Sequence[PlannedRun]) -> list[Path | None]:
         """Return the file of each run's record, None for those that are missing.
