@@ -136,11 +136,11 @@ def one_rate_table(evidence: Evidence) -> Table:
     """Return the losses of DIFF and its twin at one learning rate, 0.002, from each start."""
     loss, rows = evidence.index.figures[0], []
     for start in ("fan-in", "normal"):
-        runs = {arm: evidence.at(arm, (f"{start}-0.002",)) for arm in ("diff", "twin")}
-        seeds = sorted(runs["diff"].keys() & runs["twin"].keys())
+        runs = [evidence.ended(arm, (f"{start}-0.002",)) for arm in ("diff", "twin")]
+        seeds = sorted(runs[0].keys() & runs[1].keys())
         if len(seeds) < 2:
             continue
-        diff, twin = ([figure_of(runs[arm][seed], loss) for seed in seeds] for arm in ("diff", "twin"))
+        diff, twin = ([figure_of(by_seed[seed], loss) for seed in seeds] for by_seed in runs)
         gap = paired_difference(diff, twin)
         below = sum(a < b for a, b in zip(diff, twin, strict=True))
         interval = f"{gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]"
@@ -161,7 +161,7 @@ def retrieving_arms(found: list[Studied]) -> str:
     figures = [(figure, labels[figure.label]) for figure in evidence.index.figures if figure.label in labels]
     rows = []
     for arm in evidence.index.arms:
-        if runs := list(evidence.at(arm.name, ()).values()):
+        if runs := list(evidence.ended(arm.name, ()).values()):
             means = [f"{fmean(figure_of(run, figure) for run in runs):.{places}f}" for figure, places in figures]
             edge = " (edge)" if rates[arm.name].is_at_edge else ""
             rows.append([arm.label, str(len(runs)), f"{rates[arm.name].learning_rate:g}{edge}", *means])

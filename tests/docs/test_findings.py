@@ -137,6 +137,27 @@ LOSSES = {  # of two seeds at each rate; the lowest single loss is not at the ra
     ("softmax", "64"): [(2.6, 2.6), (2.3, 2.5), (2.1, 2.3)],
     ("softmax", "256"): [(2.2, 2.4), (2.0, 2.2), (2.4, 2.4)],
 }
+
+
+def test_a_run_that_diverged_is_in_no_mean_of_the_pages(monkeypatch):
+    """The first run of every arm has no figures."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    figures = [StudyFigure(label=label, task="needle", name=label) for label in ("retrieval, seen cities", LOSS.label)]
+
+    def make(arm, point, seed):
+        values = {one.label: seed * (2.0 if arm == "twin" else 1.0) for one in figures}
+        run = record(figures, values, arm=arm, seed=seed)
+        return run if seed else dataclasses.replace(run, diverged_after=9, figures=[])
+
+    page = importlib.import_module("evidence")
+    rates = [ChosenRate(arm=arm, point={}, learning_rate=0.1, tried=[(0.1, 1.0)]) for arm in ("diff", "twin")]
+    controls = study(["diff", "twin"], figures, 4, make, name="controls", rates=rates)
+    assert "| diff | 3 | 0.1 | 2.00 | 2.000 |" in page.retrieving_arms([studied(controls)])
+    axes = [StudyAxis(name="start", values=["fan-in-0.002", "normal-0.002"])]
+    rows = page.one_rate_table(study(["diff", "twin"], figures, 4, make, axes=axes)).rows
+    assert rows[0] == ["fan-in", "2.000", "4.000", "-2.000 [-4.484, +0.484]", "3 of 3"]
+
+
 MEANS = {
     ("diff", "64"): [2.4, 2.1, 2.3],
     ("diff", "256"): [2.0, 2.2, 3.0],

@@ -258,6 +258,24 @@ def test_intervals_of_the_share_of_parameters_cover_it():
         assert stats.binomtest(covered, repeats, 0.95).pvalue > 0.001
 
 
+def test_a_run_that_diverged_says_nothing_of_tokens_and_times():
+    """DIFF's first run at the last setting ended early: its tokens and minutes are those of a part."""
+    whole = scaling_study(np.random.default_rng(0), noise=0.0)
+    key = ("diff", ("xl", "many"))
+    cut = {"diverged_after": 9, "figures": [], "train_tokens": 5, "train_seconds": 1.0, "step_seconds": 1.0}
+    first = dataclasses.replace(whole.runs[key][0], **cut)
+    evidence = dataclasses.replace(whole, runs=whole.runs | {key: whole.runs[key] | {0: first}})
+    trends = {(one.axis.name, one.arm.name): one.n.tolist() for one in scaling_of(evidence).trends}
+    assert trends["tokens", "diff"] == trends["tokens", "softmax"] == TOKENS.numbers
+    row = costs_table(evidence).rows[0]
+    assert row[4:7] == ["1.00", f"{100 / 60:.3g}", "1.00"]
+    assert float(row[7]) == pytest.approx(len(SIZES.values) * len(TOKENS.values) * 3 * 120 / 3600, rel=5e-3)
+    none = {
+        key: {seed: dataclasses.replace(run, **cut) for seed, run in runs.items()} for key, runs in whole.runs.items()
+    }
+    assert costs_table(dataclasses.replace(whole, runs=none)).rows[0][5] == "diverged"
+
+
 def test_no_axes_no_scaling():
     with pytest.raises(ResultsError, match="no size here"):
         scaling_of(losses({}, np.random.default_rng(0)))

@@ -651,9 +651,13 @@ def test_arms_that_start_from_a_pretrained_model(document, design, trained, tmp_
     with torch.no_grad():
         model.lm_head.weight += 1
     model.save_pretrained(source)
-    message = r"models/softmax: was made of another model than .*/pretrained, or by an earlier release; choose another --out"
+    message = (
+        r"models/softmax: was made of another model than .*/pretrained, or by an earlier release; choose another --out"
+    )
     with pytest.raises(ConfigError, match=message):
-        Study(design(), tmp_path / "results", source=str(source), models=tmp_path / "models").train(tmp_path / "out", at_once=1)
+        Study(design(), tmp_path / "results", source=str(source), models=tmp_path / "models").train(
+            tmp_path / "out", at_once=1
+        )
     assert len(trained) == 2
     other = Study(design(), tmp_path / "results", source=str(source), models=tmp_path / "others")
     assert other.prepared(other.design.reported()[0]).data_sha256 != records["diff"].data_sha256

@@ -1,7 +1,7 @@
 """What a study that explores found, in sentences that are read off its comparisons alone. They hold no verdict."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -10,7 +10,7 @@ from ..results import StudyArm, StudyFigure
 from .comparisons import Compared, row_of
 from .contrasts import FEWEST_SEEDS
 from .page import Said
-from .reading import Evidence
+from .reading import Evidence, Point
 from .scaling import Amount, Need, Scaling
 from .studied import Studied
 from .tables import decimals_for, fixed
@@ -190,12 +190,17 @@ def progress_words(evidence: Evidence) -> str:
     tuning = sum(member.is_tuning for member in index.members)
     words = f"{there} of {index.planned} planned runs" if there < index.planned else f"{there} runs"
     words += f", {tuning} of them to choose learning rates" if tuning else ""
-    diverged = [
-        f"{arm.label}, seed {seed}, after step {run.diverged_after}"
-        for arm, _, seed, run in evidence.every_run()
-        if run.diverged_after is not None
-    ]
+    diverged = diverged_runs(evidence, evidence.points)
     return f"{words}, {len(diverged)} diverged ({'; '.join(diverged)})" if diverged else words
+
+
+def diverged_runs(evidence: Evidence, points: Collection[Point]) -> list[str]:
+    """Return in words which runs at some points diverged."""
+    return [
+        f"{arm.label}, seed {seed}, after step {run.diverged_after}"
+        for arm, point, seed, run in evidence.every_run()
+        if run.diverged_after is not None and point in points
+    ]
 
 
 ITEM_WORDS = (

@@ -69,8 +69,8 @@ def row_of(rows: Iterable[Compared], figure: str, arm: str, point: Point) -> Com
 
 
 def paired_seeds(evidence: Evidence, arm: str, reference: str, point: Point) -> list[int]:
-    """Return the seeds at which two arms were trained on the same data."""
-    first, second = evidence.at(arm, point), evidence.at(reference, point)
+    """Return the seeds at which two arms were trained to the end on the same data."""
+    first, second = evidence.ended(arm, point), evidence.ended(reference, point)
     return sorted(seed for seed in first.keys() & second.keys() if first[seed].data_sha256 == second[seed].data_sha256)
 
 

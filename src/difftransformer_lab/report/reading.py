@@ -64,6 +64,10 @@ class Evidence:
     def at(self, arm: str, point: Point) -> dict[int, RunRecord]:
         return self.runs.get((arm, point), {})
 
+    def ended(self, arm: str, point: Point) -> dict[int, RunRecord]:
+        """Return the runs of an arm at a point by seed, without those that diverged: their curves and times are of a part."""
+        return {seed: run for seed, run in self.at(arm, point).items() if run.diverged_after is None}
+
     def words(self, point: Point) -> str:
         """Return a point in words; empty without axes."""
         axes = self.index.axes

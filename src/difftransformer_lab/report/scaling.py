@@ -201,7 +201,7 @@ def _paired(evidence: Evidence, axis: StudyAxis, arm: StudyArm) -> _Paired:
     settings = []
     for name in axis.values:
         point: Point = (*largest[:place], name, *largest[place + 1 :])
-        rows, runs = [], (evidence.at(arm.name, point), evidence.at(reference, point))
+        rows, runs = [], (evidence.ended(arm.name, point), evidence.ended(reference, point))
         for seed in paired_seeds(evidence, arm.name, reference, point):
             row = [figure_of(by_seed[seed], figure) for by_seed in runs]
             if None not in row:

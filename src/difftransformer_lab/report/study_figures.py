@@ -18,6 +18,7 @@ from ..plots import seeds
 from ..plots.style import COLOURS, REFERENCE_COLOUR, STYLE, Drawing, arm_styles, finish, legend_above, panels
 from ..results import PairedDifference, StudyFigure
 from ..statistics import paired_difference
+from .answers import diverged_runs
 from .comparisons import Compared, paired_seeds, row_of
 from .contrasts import DECIDED, Finding
 from .reading import Evidence, Point
@@ -237,7 +238,7 @@ def draw_losses(evidence: Evidence) -> Drawing | None:
     caption = (
         "Held-out loss (thick, band from the smallest to the largest seed) and training loss (thin) of each model, in its "
         f"colour, and of {evidence.reference.label}, in grey{words}. Means over seeds. The first steps may lie above the "
-        "drawn range."
+        f"drawn range.{_left_out(evidence, point)}"
     )
     return finish("losses", "Training and held-out loss", caption, canvas, False)
 
@@ -319,6 +320,7 @@ def draw_lambda(evidence: Evidence) -> Drawing | None:
         "layer, with the band from the smallest to the largest seed."
     )
     caption += f" {' and '.join(without)}: no lambda." if without else ""
+    caption += _left_out(evidence, point)
     return finish("lambda", "Lambda by layer", caption, figure, False)
 
 
@@ -391,6 +393,11 @@ def _at_words(evidence: Evidence, point: Point) -> str:
     return f", at {words}" if words else ""
 
 
+def _left_out(evidence: Evidence, point: Point) -> str:
+    diverged = diverged_runs(evidence, [point])
+    return f" Left out, since diverged: {'; '.join(diverged)}." if diverged else ""
+
+
 def _better_words(figure: StudyFigure) -> str:
     return f"{figure.better} is better"
 
@@ -400,12 +407,12 @@ def _handles(evidence: Evidence, styles: Styles) -> list[Line2D]:
 
 
 def _band(evidence: Evidence, arm: str, point: Point, name: str) -> tuple[np.ndarray, ...] | None:
-    return seeds.band([run.curves[name] for run in evidence.at(arm, point).values() if name in run.curves])
+    return seeds.band([run.curves[name] for run in evidence.ended(arm, point).values() if name in run.curves])
 
 
 def _lambda_table(evidence: Evidence, arm: str, point: Point) -> tuple[np.ndarray, np.ndarray] | None:
     """Return lambda over training: steps (S,) and values (seeds, S, layers); None for a model without lambda."""
-    runs = list(evidence.at(arm, point).values())
+    runs = list(evidence.ended(arm, point).values())
     layers = 0
     while runs and all(f"lambda {layers}" in run.curves for run in runs):
         layers += 1

@@ -101,12 +101,13 @@ def costs_table(evidence: Evidence) -> Table:
         runs = [run for one, _, _, run in evidence.every_run() if one is arm]
         if not runs:
             continue
+        ended = [run for run in runs if run.diverged_after is None]
         sizes = sorted({run.parameters for run in runs})
         cells = [arm.label, quantity(sizes[0]) if len(sizes) == 1 else f"{quantity(sizes[0])} to {quantity(sizes[-1])}"]
         cells.append(_ratio_text(evidence, arm, lambda run: run.parameters, paired_seeds).partition(" ")[0])
         cells.append(significant(1e3 * fmean(run.step_seconds for run in runs), 3))
         cells.append(_ratio_text(evidence, arm, lambda run: run.step_seconds, timed_seeds))
-        cells.append(significant(fmean(run.train_seconds for run in runs) / 60, 3))
+        cells.append(significant(fmean(run.train_seconds for run in ended) / 60, 3) if ended else DIVERGED)
         cells.append(_ratio_text(evidence, arm, lambda run: run.train_seconds, timed_seeds))
         cells.append(significant(math.fsum(run.total_seconds for run in runs) / 3600, 3))
         equal = equal_time_differences(evidence, arm)
@@ -128,7 +129,7 @@ def costs_table(evidence: Evidence) -> Table:
     groups = (*columns(*titles), Group(equal_title, ("mean", "low", "high"), "interval"))
     notes = [
         f"Ratios to {reference.label}, paired by seed. Times are of the machines in the list of runs, with other runs beside "
-        "them; only runs of one kind of machine are compared. Hours in all include evaluation."
+        "them; only runs of one kind of machine are compared, and none that diverged. Hours in all include evaluation."
     ]
     if has_equal:
         notes.append(
