@@ -36,6 +36,24 @@ def test_a_suite_compares_every_two_models() -> None:
     assert "3 comparisons" in " ".join(table.notes)
 
 
+def test_every_model_of_a_suite_is_compared_with_the_last_one() -> None:
+    """The first task has no result of b, the second none of the reference, the third all."""
+    rng, shifts = np.random.default_rng(0), {"x/best": 0.0, "y/best": 0.5, "z/twin": 0.2}
+    base = rng.normal(3, 1, 30)
+    by_model = {model: scored(model, base + shift + rng.normal(0, 0.05, 30)) for model, shift in shifts.items()}
+    parts = {"one": ["x/best", "z/twin"], "two": ["x/best", "y/best"], "all": [*by_model]}
+    by_task = {label: [by_model[model] for model in models] for label, models in parts.items()}
+    missing = [("two", "z/twin", "too long"), ("one", "y/best", "too long")]
+    lead = suite_page("mine", by_task, missing, [*by_model, "never/opened"]).lead
+    assert lead.table.header()[2::2] == ["x/best: value", "y/best: value", "z/twin: value"]
+    verdicts = {row[0]: [cell if cell == "not measured" else word for cell, word in zip(row[2::2], row[3::2], strict=True)]
+                for row in lead.table.rows}  # fmt: skip
+    assert verdicts == {
+        "one": ["better", "not measured", "reference"], "two": ["", "", "not measured"], "all": ["better", "worse", "reference"]
+    }  # fmt: skip
+    assert lead.answer == "x/best, compared with z/twin: better on one and all."
+
+
 def test_p_values_are_corrected_for_all_tasks_of_a_page() -> None:
     rng = np.random.default_rng(3)
     found = {

@@ -107,7 +107,7 @@ def run(
             folder = Path(out or f"reports/{suite.name}")
             with crew.locked(folder), evaluation_progress():
                 results, missing = run_suite(suite, models, folder, opening=opening, processes=crew)
-        return _show_all(suite.name, results, missing, folder, verb) if crew.is_first else 0
+        return _show_all(suite.name, results, missing, models, folder, verb) if crew.is_first else 0
 
     return run_together(evaluate, device, processes, check)
 
@@ -135,7 +135,12 @@ def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
 
 
 def _show_all(
-    name: str, by_task: "dict[str, list[TaskResult]]", missing: list[tuple[str, str, str]], folder: Path, verb: str
+    name: str,
+    by_task: "dict[str, list[TaskResult]]",
+    missing: list[tuple[str, str, str]],
+    models: list[str],
+    folder: Path,
+    verb: str,
 ) -> int:
     from ..report import suite_page, write_page
     from ..report.tasks import measurement_table
@@ -143,6 +148,6 @@ def _show_all(
     for results in filter(None, by_task.values()):
         show_table(measurement_table(results, brief=True))
     gaps = Gaps(verb)
-    page = write_page(suite_page(name, by_task, missing), folder, on_gap=gaps)
+    page = write_page(suite_page(name, by_task, missing, models), folder, on_gap=gaps)
     show(f"Report: {page}")
     return gaps.status

@@ -20,8 +20,12 @@ def select(result: TaskResult, name: str, **at: Any) -> list[Measurement]:
 
 
 def labels(results: Sequence[TaskResult]) -> list[str]:
+    return short_names([result.model.name for result in results])
+
+
+def short_names(models: Sequence[str]) -> list[str]:
     """Return a short name for each model: the end of its path, longer where two models would have the same name."""
-    paths = [Path(result.model.name) for result in results]
+    paths = [Path(model) for model in models]
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(names):

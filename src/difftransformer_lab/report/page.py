@@ -18,7 +18,7 @@ from difftransformer.errors import DiffTransformerError
 from difftransformer.files import write_text_atomically
 
 from .. import plots
-from ..plots.curves import labels
+from ..plots.curves import labels, short_names
 from ..plots.seeds import Pooled
 from ..plots.style import Drawing, colours_of_pages, inline_svg
 from ..printable import printable
@@ -178,12 +178,18 @@ def all_tables(page: Page) -> list[Table]:
     return [*([page.lead.table] if page.lead.table else []), *sections]
 
 
-def suite_page(name: str, by_task: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]]) -> Page:
+def suite_page(
+    name: str,
+    by_task: Mapping[str, Sequence[TaskResult]],
+    missing: Sequence[tuple[str, str, str]],
+    models: Sequence[str] = (),
+) -> Page:
     """Build the page of a suite.
 
     Args:
         by_task: Results by experiment, one for each model.
         missing: Experiment, model and reason of what was not run.
+        models: Names of the models, the last one the reference; by default in the order in which results name them.
     """
     gaps: dict[str, list[str]] = {label: [] for label, results in by_task.items() if results}
     paired = {
@@ -206,26 +212,31 @@ def suite_page(name: str, by_task: Mapping[str, Sequence[TaskResult]], missing: 
             for model in (result.model for result in first)
         ]
         sections.append(Section(slug="models", title="Models", notes=notes))
-    lead = _suite_lead(by_task, corrected_pairs(paired))
+    lead = _suite_lead(by_task, corrected_pairs(paired), models)
     return Page(title=f"Suite {name}", about=about, lead=lead, sections=sections)
 
 
-def _suite_lead(by_task: Mapping[str, Sequence[TaskResult]], pairs: Mapping[str, Sequence[Pair]]) -> Lead:
-    """Return the first measure of each task for each model, and how it compares with the last model's."""
-    names = next((labels(results) for results in by_task.values() if results), [])
+def _suite_lead(
+    by_task: Mapping[str, Sequence[TaskResult]], pairs: Mapping[str, Sequence[Pair]], models: Sequence[str]
+) -> Lead:
+    """Return the first measure of each task for each model that has one, and how it compares with the last model's."""
+    measured_models = {result.model.name: None for results in by_task.values() for result in results}
+    models = [model for model in dict.fromkeys([*models, *measured_models]) if model in measured_models]
+    names = short_names(models) if models else []
     rows, told = [], dict[str, list[str]]()
     for label, results in by_task.items():
         first = next((row for result in results for row in result.measurements if not row.detail), None)
         if first is None:
             continue
-        by_name = dict(zip(labels(results), results, strict=True))
+        by_model = {result.model.name: result for result in results}
+        own = dict(zip(by_model, labels(results), strict=True))  # the names of the pairs, which may be shorter
         line = [measure_words(label), f"{measure_words(first.name)}, {first.unit}"]
         differences = {pair.compared: pair.difference for pair in pairs[label] if pair.name == first.name}
-        for name in names:
-            measured = by_name[name].measurements if name in by_name else []
+        for name, model in zip(names, models, strict=True):
+            measured = by_model[model].measurements if model in by_model else []
             value = next((significant(one.value) for one in measured if one.name == first.name), NOT_MEASURED)
-            word = REFERENCE if name == names[-1] and len(names) > 1 else ""
-            if (difference := differences.get(f"{name} minus {names[-1]}")) is not None:
+            word = REFERENCE if measured and name == names[-1] and len(names) > 1 else ""
+            if (difference := differences.get(f"{own.get(model)} minus {own.get(models[-1])}")) is not None:
                 outcome = favoured(difference)
                 word = BETTER if (outcome == "first") == (first.better == "higher") else WORSE
                 word = word if outcome in ("first", "second") else ALIKE
