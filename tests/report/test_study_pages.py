@@ -160,6 +160,21 @@ def test_the_command_writes_the_same_pages_each_time(tmp_path, capsys):
     assert capsys.readouterr().out.count("Report: ") == 3
 
 
+def test_no_measure_takes_the_name_of_another_table():
+    """Measures are called as tables of every page are."""
+    figures = [StudyFigure(label=label, task="needle", name=label) for label in ("costs", "runs", "arms", "verdicts")]
+    axes = [StudyAxis(name="size", values=["small", "large"])]
+    made = study(
+        ["diff", "twin"],
+        figures,
+        2,
+        lambda arm, point, seed: record(figures, {"costs": 1.0, "runs": 2.0}, arm=arm),
+        axes=axes,
+    )
+    names = [table.name for table in all_tables(study_page(studied(made)))]
+    assert len(set(names)) == len(names)
+
+
 def test_a_study_without_runs_has_a_page(tmp_path):
     evidence = controls({"diff": 0.9, "twin": 0.1})
     empty = dataclasses.replace(evidence, index=dataclasses.replace(evidence.index, members=[]), runs={}, files={})

@@ -10,13 +10,13 @@ import pytest
 from scipy import stats
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.report import read_evidence
-from difftransformer_lab.report.answers import answer, scaling_answers
+from difftransformer_lab.report import read_evidence, studied
+from difftransformer_lab.report.answers import answer, answers, brief_explored, scaling_answers
 from difftransformer_lab.report.comparisons import compare, in_direction, row_of, timed_seeds
-from difftransformer_lab.report.lead import verdicts_table
+from difftransformer_lab.report.lead import plain_answer, verdicts_table
 from difftransformer_lab.report.scaling import fit_power_law, interpolate, scaling_of
 from difftransformer_lab.report.study_tables import HELD_OUT, costs_table, equal_time_differences, figures_table
-from difftransformer_lab.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
+from difftransformer_lab.results import Curve, StudyArm, StudyAxis, StudyFigure, figure_of, write_result
 from tests.support.simulated_study import LOSS, record, save, study
 
 SEEDS = 5
@@ -60,6 +60,12 @@ def test_differences_are_those_of_a_paired_t_test():
     differences = np.subtract(own, other)
     assert row.same_direction == sum(differences * differences.mean() > 0)
     assert row.excludes_zero == (expected.pvalue < 0.05)
+
+
+def test_a_figure_that_no_run_has_is_said():
+    found = studied(study(["diff", "twin"], [SHARE], 2, lambda arm, point, seed: record([], {}, arm=arm, seed=seed)))
+    assert answers(found)[0].text == plain_answer(found) == "No run has accuracy."
+    assert brief_explored(found) == "Accuracy: no run has it."
 
 
 def test_runs_on_other_data_are_not_paired():
@@ -233,6 +239,16 @@ def test_the_planted_share_of_parameters_is_found():
     worse = scaling_of(scaling_study(np.random.default_rng(0), factor=1 / 1.6, noise=0.0))
     assert worse.needs[3].raw.share == math.inf
     assert not any("rises" in one.text for one in scaling_answers(evidence, scaling))
+
+
+def test_the_brief_answer_is_about_the_first_arm():
+    two = scaling_study(np.random.default_rng(0), noise=0.0)
+    arms = [two.index.arms[0], StudyArm(name="wide", label="wide"), two.index.arms[1]]
+    wide = {("wide", point): runs for (arm, point), runs in two.runs.items() if arm == "softmax"}
+    files = {("wide", point, seed): file for (arm, point, seed), file in two.files.items() if arm == "softmax"}
+    index = dataclasses.replace(two.index, arms=arms)
+    three = dataclasses.replace(two, index=index, runs=two.runs | wide, files=two.files | files)
+    assert brief_explored(studied(three)) == brief_explored(studied(two))
 
 
 def test_a_loss_that_rises_with_size_is_told():

@@ -29,6 +29,7 @@ from difftransformer_lab.studies.run import main as run_main
 from tests.support.cases import threads
 
 STEPS = 4
+LOSS = {"label": "loss", "task": "perplexity", "name": "nll", "unit": "nats/token"}
 ESTIMATE = sys.modules["difftransformer_lab.studies.estimate"]  # the package exports its function by this name
 
 
@@ -51,7 +52,7 @@ def document(toy, tmp_path):
         "axes": {
             "needles": {"values": {"one": {"set": {"training.retrieval.max_needles": 1}, "number": 1.0}, "two": {}}}
         },
-        "figures": [{"label": "loss", "task": "perplexity", "name": "nll", "unit": "nats/token"}],
+        "figures": [LOSS],
         "presets": {"laptop": {"seeds": 1}},
     }
 
@@ -113,9 +114,11 @@ def test_arms_axes_and_seeds(document, design):
 
 
 def test_a_preset_takes_a_part(document, design):
-    document["presets"]["tiny"] = {"seeds": 1, "axes": {"needles": ["two"]}, "arms": ["twin"]}
-    (run,) = design("tiny").reported()
-    assert (run.arm, run.point) == ("twin", {"needles": "two"})
+    document["arms"]["other"] = {}
+    document["presets"]["tiny"] = {"seeds": 1, "axes": {"needles": ["two"]}, "arms": ["twin", "other"]}
+    assert [(run.arm, run.point) for run in design("tiny").reported()] == [
+        (arm, {"needles": "two"}) for arm in ("twin", "other")
+    ]
 
 
 @pytest.mark.parametrize(("path", "value", "message"), [
@@ -123,6 +126,22 @@ def test_a_preset_takes_a_part(document, design):
     (("figures",), [{"label": "x"}], "'x' needs either a task and its name, or a curve"),
     (("axes", "needles", "values"), {}, "axes.needles: no values"),
     (("axes", "needles", "values"), {"a b": {}}, "'a b' names files"), (("presets",), {}, "presets: empty"),
+    (("arms",), {"twin": {}}, "arms: only twin; name at least one beside the reference"),
+    (("presets", "laptop", "arms"), ["twin"], "presets.laptop.arms: only twin; name at least one beside the reference"),
+    (("figures",), [LOSS, LOSS | {"name": "other"}], "figures: 'loss' and 'loss' have the same name in files"),
+    (("figures",), [LOSS | {"label": "at 8"}, LOSS | {"label": "At-8"}], "'at 8' and 'At-8' have the same name in files"),
+    (("presets", "laptop", "figures"), [LOSS, LOSS], "presets.laptop.figures: 'loss' and 'loss' have the same"),
+    (("figures",), [LOSS | {"task": "perplexty"}], "figures: 'loss': task: unknown key; did you mean perplexity? allowed: "),
+    (("figures",), [{"label": "loss", "curve": "validation_los_nats"}], "'loss': curve: unknown key; did you mean validation_"),
+    (("figures",), [LOSS | {"paper": {"dif": 1.0}}], "figures: 'loss': paper: unknown key; did you mean diff?"),
+    (("figures",), [LOSS | {"reaches": 1.0}], "'loss' has reaches or area, which are of a curve"),
+    (("analysis",), "scaling", "analysis: scaling fits laws over the axes size and tokens"),
+    (("arms", "diff", "seeds"), 0, "arms.diff.seeds=0: give 1 to"),
+    (("arms", "diff", "seeds"), 5000, "arms.diff.seeds=5000: give 1 to"),
+    (("axes", "needles", "values", "one", "seeds"), -1, "axes.needles.values.one.seeds=-1: give 1 to"),
+    (("presets", "laptop", "tuning"), {"learning_rates": [0.1], "seeds": 0}, "presets.laptop.tuning.seeds=0: give 1 to"),
+    (("presets", "laptop", "arms"), ["diff", "twin", "diff"], "presets.laptop.arms: diff is named twice"),
+    (("presets", "laptop", "axes"), {"needles": ["one", "one"]}, "presets.laptop.axes.needles: one is named twice"),
     (("presets", "laptop", "seeds"), 0, "presets.laptop.seeds=0"),
     (("presets", "laptop", "arms"), ["diff"], "the reference twin is missing"),
     (("presets", "laptop", "arms"), ["dif"], "did you mean diff?"),
@@ -582,9 +601,8 @@ def test_steps_that_would_take_long_are_not_timed(design, tmp_path, document, mo
 
 
 def test_jobs_are_expected_to_take_as_long_as_runs_of_their_kind(design, trained, tmp_path, document):
-    steps = {number: {"set": {"training.steps": int(number)}} for number in ("4", "8")}
-    document["axes"] = {"steps": {"values": steps}}
-    document["presets"]["laptop"]["arms"] = ["twin"]
+    document["arms"] = {number: {"set": {"training.steps": int(number)}} for number in ("4", "8")}
+    document |= {"axes": {}, "reference": "4"}
     seen = []
     study = Study(design(seeds=2), tmp_path / "results")
     with watched_by(lambda jobs: seen.append([job.expected_seconds for job in jobs])):

@@ -39,8 +39,8 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) ->
     main, reference = evidence.others[0], evidence.reference
     row, other = row_of(rows, figure.label, main.name, ()), row_of(rows, figure.label, reference.name, ())
     if row is None or other is None or row.difference is None:
-        missing = f"{main.label} and {reference.label} have no pair of runs with the same seed and data yet."
-        return Said(title_of(figure), missing)
+        nowhere = is_nowhere(evidence, rows, figure)
+        return Said(title_of(figure), f"No run has {figure.label}." if nowhere else unpaired_words(evidence))
     if row.is_censored:
         runs = f"{row.runs} runs of {main.label} and {other.runs} runs of {reference.label}"
         return Said(title_of(figure), f"None of {runs} reached {figure.reaches:g}.")
@@ -58,6 +58,15 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) ->
         runs = f"{row.reached} of {row.runs} runs of {main.label} and {other.reached} of {other.runs} runs of"
         text += f" {runs} {reference.label} reached {figure.reaches:g}; a run that did not counts with its last step."
     return Said(title_of(figure), f"{main.label} minus {reference.label} {text}")
+
+
+def unpaired_words(evidence: Evidence) -> str:
+    return f"{evidence.others[0].label} and {evidence.reference.label} have no pair of runs with the same seed and data yet."
+
+
+def is_nowhere(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> bool:
+    """Whether there are runs, and none has the figure."""
+    return bool(evidence.runs) and not any(row.figure is figure for row in rows)
 
 
 def best_rates(study: Studied) -> dict[str, dict[str, str]]:
@@ -120,7 +129,8 @@ def brief_explored(study: Studied) -> str:
     """Return the effect that a study which explores found on its first figure, in a few words, as its index shows it."""
     evidence, figure = study.evidence, study.evidence.index.figures[0]
     if study.scaling and study.scaling.needs:
-        need = next(one for one in reversed(study.scaling.needs) if one.axis.name == study.scaling.needs[0].axis.name)
+        first = study.scaling.needs[0]  # of the first arm; its last need is at the largest setting
+        need = [one for one in study.scaling.needs if (one.axis, one.arm) == (first.axis, first.arm)][-1]
         fits = len(next(trend.n for trend in study.scaling.trends if trend.axis is need.axis))
         return (
             f"{need.arm.label} needs {share_words(need.fit)} of {quantity(need.n)} {NEEDS[need.axis.name]} for "
@@ -132,7 +142,8 @@ def brief_explored(study: Studied) -> str:
     main, reference = evidence.others[0], evidence.reference
     row = row_of(study.rows, figure.label, main.name, ())
     if row is None or row.difference is None or row.is_censored:
-        return f"{title_of(figure)}: no pair of runs yet."
+        missing = "no run has it" if is_nowhere(evidence, study.rows, figure) else "no pair of runs yet"
+        return f"{title_of(figure)}: {missing}."
     if row.pairs < 2:
         return f"{title_of(figure)}: one seed, which tells nothing apart; see the page."
     effect = effect_words(row, figure, decimals(study.rows, figure))

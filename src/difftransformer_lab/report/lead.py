@@ -8,7 +8,7 @@ from ..plots.style import Drawing
 from ..results import StudyFigure
 from ..statistics import detectable
 from . import questions, study_figures
-from .answers import decimals, explored_words, rates_words, scaling_answers
+from .answers import answer, decimals, explored_words, rates_words, scaling_answers, unpaired_words
 from .comparisons import Compared, row_of
 from .contrasts import FEWEST_SEEDS
 from .page import Lead
@@ -125,7 +125,8 @@ def plain_answer(study: Studied) -> str:
         means = " against ".join(fixed(one.statistic.mean, places) for one in (row, other))
         by_verdict.setdefault(word, []).append(f"{figure.label} ({means})" if word in (BETTER, WORSE) else figure.label)
     if not by_verdict:
-        return f"{main.label} and {reference.label} have no pair of runs with the same seed and data yet."
+        figures = leading(evidence)
+        return answer(evidence, study.rows, figures[0]).text if figures else unpaired_words(evidence)
     sentences = {
         BETTER: f"{main.label} is better than {reference.label} on ",
         WORSE: f"{main.label} is worse than {reference.label} on ",

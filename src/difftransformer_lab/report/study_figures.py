@@ -25,7 +25,7 @@ from .reading import Evidence, Point
 from .scaling import Scaling
 from .studied import Studied
 from .study_tables import HELD_OUT, TRAINING
-from .words import quantity, slug_of, title_of, with_unit
+from .words import quantity, title_of, with_unit
 
 _COLUMNS = 3
 _CURVE_COLUMNS = 4
@@ -172,7 +172,7 @@ def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure)
     _label_axes(grid, x_axis.label or x_axis.name, f"{figure.label}{unit}")
     legend_above(canvas, _handles(evidence, styles))
     caption = f"{title_of(figure)} ({_better_words(figure)}): mean over seeds, bars are one standard error."
-    return finish(f"axes-{slug_of(figure)}", title_of(figure), caption, canvas, False)
+    return finish(f"axes-{figure.slug}", title_of(figure), caption, canvas, False)
 
 
 @matplotlib.rc_context(STYLE)

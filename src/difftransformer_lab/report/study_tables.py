@@ -16,7 +16,7 @@ from .page import MOST_ROWS
 from .reading import Evidence, Point
 from .scaling import Amount, Scaling
 from .tables import NOT_MEASURED, Group, Table, columns, fixed, names, significant
-from .words import QUIET_SHARE, busy_words, day_words, quantity, share_text, slug_of, with_unit
+from .words import QUIET_SHARE, busy_words, day_words, quantity, share_text, with_unit
 
 TRAINING, HELD_OUT = "train_loss_nats", "validation_loss_nats"
 NOT_REACHED, DIVERGED = "not reached", "diverged"
@@ -34,7 +34,8 @@ def figures_tables(evidence: Evidence, rows: Sequence[Compared]) -> list[Table]:
     figures = [figure for figure in evidence.index.figures if any(row.figure is figure for row in rows)]
     if len(figures) * len(evidence.index.arms) <= 3 * MOST_ROWS and not evidence.has_settings:
         return [figures_table(evidence, rows, figures, "figures", "Every measure")] if figures else []
-    return [figures_table(evidence, rows, [one], slug_of(one), f"Every model: {one.label}") for one in figures]
+    every = ((one, f"measure-{one.slug}") for one in figures)  # a name that no other table of the page has
+    return [figures_table(evidence, rows, [one], name, f"Every model: {one.label}") for one, name in every]
 
 
 def figures_table(

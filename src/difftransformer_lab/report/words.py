@@ -92,11 +92,6 @@ def title_of(figure: StudyFigure) -> str:
     return figure.label[:1].upper() + figure.label[1:]
 
 
-def slug_of(figure: StudyFigure) -> str:
-    """Return a figure's label as it stands in names of files and addresses."""
-    return "".join(letter if letter.isalnum() else "-" for letter in figure.label.lower()).strip("-")
-
-
 def with_unit(title: str, figure: StudyFigure) -> str:
     """Return a title with a figure's unit; a share, from 0 to 1, has none."""
     return title if figure.unit in ("", "share") else f"{title} ({figure.unit})"

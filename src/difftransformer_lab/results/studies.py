@@ -123,6 +123,11 @@ class StudyFigure:
     paper: dict[str, float] = field(default_factory=dict)
     source: str = ""
 
+    @property
+    def slug(self) -> str:
+        """The label as it stands in names of files and addresses."""
+        return "".join(letter if letter.isalnum() else "-" for letter in self.label.lower()).strip("-")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StudyMember:

@@ -24,6 +24,16 @@ IDENTITY_VERSION = 1
 UPCYCLED = "upcycled to "
 """What start_from and data.tokenizer of a planned run begin with, where they name a model that the study makes."""
 LEARNING_RATE = "training.optimizer.learning_rate"
+TRAINING = "training"
+"""Name in place of a task for figures of the training itself."""
+CURVES = (
+    "train_loss_nats",
+    "gradient_norm",
+    "validation_loss_nats",
+    "validation_accuracy",
+    "validation_answer_nll_nats",
+)
+"""Curves of every run, besides `lambda 0` and so on, and those of tasks where `logs.evaluate_every` asks for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +160,8 @@ class StudyConfig:
         check_name(self.name)
         if self.reference not in self.arms:
             raise ConfigError(f"reference: no arm {self.reference!r}; choose one of {', '.join(self.arms)}")
+        if len(self.arms) < 2:
+            raise ConfigError(f"arms: only {self.reference}; name at least one beside the reference")
         for name, one_arm in self.arms.items():
             if bool(one_arm.upcycle) != bool(self.source):
                 raise ConfigError(
@@ -162,20 +174,33 @@ class StudyConfig:
                 raise ConfigError(
                     f"{where}figures: {figures[0].label!r} comes first and is secondary; put a primary figure first"
                 )
+            by_slug: dict[str, str] = {}
             for one in figures:
                 if bool(one.curve) == bool(one.task):
                     raise ConfigError(f"{where}figures: {one.label!r} needs either a task and its name, or a curve")
+                if (one.reaches is not None or one.area) and not one.curve:
+                    raise ConfigError(
+                        f"{where}figures: {one.label!r} has reaches or area, which are of a curve; name one"
+                    )
+                if one.slug in by_slug:
+                    labels = f"{by_slug[one.slug]!r} and {one.label!r}"
+                    raise ConfigError(f"{where}figures: {labels} have the same name in files; change a label")
+                by_slug[one.slug] = one.label
+                _check_names(f"{where}figures: {one.label!r}: paper", one.paper, self.arms)
         for name, axis in self.axes.items():
             if not axis.values:
                 raise ConfigError(f"axes.{name}: no values; give at least one")
         for name in (*self.arms, *self.axes, *(value for axis in self.axes.values() for value in axis.values)):
             if not is_plain_name(name) or " " in name:
                 raise ConfigError(f"{name!r} names files; use letters, digits, points, hyphens and underscores")
+        if self.analysis == "scaling" and not {"size", "tokens"} <= self.axes.keys():
+            raise ConfigError(
+                "analysis: scaling fits laws over the axes size and tokens; add them, or leave analysis out"
+            )
         if not self.presets:
             raise ConfigError("presets: empty; give at least one, such as laptop")
+        self._check_seeds()
         for name, preset in self.presets.items():
-            if not 1 <= preset.seeds <= MOST_SEEDS:
-                raise ConfigError(f"presets.{name}.seeds={preset.seeds}: give 1 to {MOST_SEEDS}")
             if preset.tuning.learning_rates and not (preset.figures or self.figures):
                 raise ConfigError(f"presets.{name}.tuning: learning rates are chosen by the first of figures; name one")
             _check_names(f"presets.{name}.arms", preset.arms or [], self.arms)
@@ -186,12 +211,29 @@ class StudyConfig:
             _check_names(f"presets.{name}.tuning.per", preset.tuning.per, self.axes)
             if preset.arms is not None and self.reference not in preset.arms:
                 raise ConfigError(f"presets.{name}.arms: the reference {self.reference} is missing")
+            if preset.arms == [self.reference]:
+                raise ConfigError(f"presets.{name}.arms: only {self.reference}; name at least one beside the reference")
+
+    def _check_seeds(self) -> None:
+        counts = {f"arms.{name}.seeds": arm.seeds for name, arm in self.arms.items()}
+        for name, preset in self.presets.items():
+            counts |= {f"presets.{name}.seeds": preset.seeds, f"presets.{name}.tuning.seeds": preset.tuning.seeds}
+        for name, axis in self.axes.items():
+            counts |= {f"axes.{name}.values.{value}.seeds": one.seeds for value, one in axis.values.items()}
+        for where, count in counts.items():
+            if count is not None and not 1 <= count <= MOST_SEEDS:
+                raise ConfigError(f"{where}={count}: give 1 to {MOST_SEEDS}")
 
 
 def _check_names(where: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Check that each name is known, and named once."""
+    seen: set[str] = set()
     for name in names:
         if name not in known:
             raise ConfigError(f"{where}: {unknown_key(name, known)}")
+        if name in seen:
+            raise ConfigError(f"{where}: {name} is named twice; name it once")
+        seen.add(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +305,7 @@ class Design:
         if self.plan is not None:
             self._check_plan()
             self._check_followed()
-        self.reported()  # every recipe is checked before anything is trained
+        self._check_figures(self.reported())  # every recipe is checked before anything is trained
 
     def run(
         self, arm: str, point: Mapping[str, str], seed: int, rate: float | None = None, *, is_tuning: bool = False
@@ -372,8 +414,22 @@ class Design:
     def command(self) -> str:
         """The command that makes the runs."""
         words = ["difftransformer", "study", self._file, "--preset", self.name]
+        words += ["--source", self.config.source] if self.config.source else []
         words += [] if self._seeds is None else ["--seeds", str(self._seeds)]
         return shlex.join([*words, *(word for change in self._changes for word in ("--set", change))])
+
+    def _check_figures(self, runs: Sequence[PlannedRun]) -> None:
+        """Check that the runs will have what the figures ask for.
+
+        Raises:
+            ConfigError: They will not.
+        """
+        tasks = dict.fromkeys([*(spec.name for run in runs for spec in run.recipe.evaluation), TRAINING])
+        for figure in self.figures:
+            if figure.task:
+                _check_names(f"{self.config.name}: figures: {figure.label!r}: task", [figure.task], tasks)
+            elif not figure.curve.startswith("lambda ") and not any(run.recipe.logs.evaluate_every for run in runs):
+                _check_names(f"{self.config.name}: figures: {figure.label!r}: curve", [figure.curve], CURVES)
 
     def _check_followed(self) -> None:
         """Check that no option asks for other runs than the plan does.

@@ -31,15 +31,13 @@ from ..results import (
     write_result,
 )
 from ..results.curves import spikes
-from .design import Design, PlannedRun, identity, kind, place
+from .design import TRAINING, Design, PlannedRun, identity, kind, place
 from .environment import environment, now
 from .recipe import Recipe, recipe_from
 from .run import BEGAN_FILE, run_results
 
 logger = logging.getLogger(__name__)
 RUNS = "runs"
-TRAINING = "training"
-"""Name in place of a task for figures of the training itself."""
 CURVE_POINTS = 50
 MOST_PLACES = 3  # figures that are taken at more places than this are details, such as needles by depth and length
 
