@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from difftransformer_lab.cli.console import resumable, when_interrupted
+from difftransformer_lab.cli.console import resumable, when_ended
 from difftransformer_lab.cli.progress import small_curve
 from difftransformer_lab.report.live import LivePage
 
@@ -17,7 +17,8 @@ def metrics(path, losses, validation):
     return path, 100
 
 
-def test_the_page_refreshes_itself_until_all_runs_ended(tmp_path):
+@pytest.mark.parametrize("reason", [KeyboardInterrupt(), ValueError("a run failed")])
+def test_the_page_refreshes_itself_until_the_command_ends(tmp_path, reason):
     runs = {"diff & co": metrics(tmp_path / "a", [5.0, 3.25], 3.5), "not begun": (tmp_path / "b", 100)}
     page = LivePage(tmp_path / "page", "demo")
     page.update(runs, 0, 2)
@@ -29,18 +30,26 @@ def test_the_page_refreshes_itself_until_all_runs_ended(tmp_path):
     assert len(re.findall(r"<path d=\"M[\d.]+ [\d.]+L", text)) == 2  # a curve, wide and narrow
     page.update(runs, 1, 2)
     assert (tmp_path / "page" / "index.html").read_text() == text  # it is not old yet
-    resuming = resumable("saved")
-    resuming.__enter__()
-    when_interrupted.append(page.stop)
-    with pytest.raises(KeyboardInterrupt, match="Continue with"):
-        resuming.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+    def fails():
+        with resumable("saved"):
+            when_ended.append(page.stop)
+            raise reason
+
+    with pytest.raises(type(reason), match=r"Continue with|a run failed"):
+        fails()
     stopped = (tmp_path / "page" / "index.html").read_text()
-    assert "1 of 2 runs ended. Interrupted" in stopped
+    assert "1 of 2 runs ended. Stopped" in stopped
     assert "http-equiv" not in stopped
-    LivePage(tmp_path / "page", "demo").update(runs, 1, 2)  # the command goes on
-    assert '<meta http-equiv="refresh" content="5">' in (tmp_path / "page" / "index.html").read_text()
-    page.update(runs, 2, 2)
-    assert "refresh" not in (tmp_path / "page" / "index.html").read_text().replace("loads itself anew", "")
+    page = LivePage(tmp_path / "page", "demo")
+    with resumable("saved"):  # the command goes on
+        when_ended.append(page.stop)
+        for ended in (1, 2):  # of a study's tuning: other runs follow
+            page.update(runs, ended, 2)
+            assert '<meta http-equiv="refresh" content="5">' in (tmp_path / "page" / "index.html").read_text()
+    text = (tmp_path / "page" / "index.html").read_text()
+    assert "2 of 2 runs ended.<" in text
+    assert "refresh" not in text.replace("loads itself anew", "")
 
 
 def test_a_small_curve_is_high_where_the_loss_is():

@@ -4,7 +4,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -89,8 +89,8 @@ class Gaps:
         return EXIT_ERROR if self.count else 0
 
 
-when_interrupted: list[Callable[[], None]] = []
-"""What `resumable` calls when its block is interrupted."""
+when_ended: list[Callable[[bool], None]] = []
+"""What `resumable` calls when its block has ended, with whether it ended well."""
 
 
 @contextmanager
@@ -102,13 +102,17 @@ def resumable(saved: str = "") -> Iterator[None]:
     """
     from difftransformer.train import Interrupted
 
-    when_interrupted.clear()
+    when_ended.clear()
+    is_well = False
     try:
         yield
+        is_well = True
     except (Interrupted, KeyboardInterrupt) as stop:
-        for call in when_interrupted:
-            call()
         command = shlex.join(["difftransformer", *sys.argv[1:]])
         interruption = KeyboardInterrupt(f"{saved or stop}. Continue with: {command}")
         interruption.status = getattr(stop, "status", EXIT_INTERRUPTED)  # type: ignore[attr-defined]
         raise interruption from None
+    finally:
+        with nullcontext() if is_well else suppress(OSError):  # such as a full disk, which ended the block
+            for call in when_ended:
+                call(is_well)

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from difftransformer.progress import shown_by, titled
 
-from .console import console, resumable, when_interrupted
+from .console import console, resumable, when_ended
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -189,7 +189,7 @@ def _live_page(folder: "Path | None", title: str) -> "LivePage | None":
     from ..report.live import LivePage
 
     page = LivePage(folder, title)
-    when_interrupted.append(page.stop)
+    when_ended.append(page.stop)
     return page
 
 

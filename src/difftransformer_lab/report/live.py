@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 from xml.sax.saxutils import escape
 
 from ..plots.style import COLOURS, MORE_COLOURS, Drawing
@@ -35,17 +36,21 @@ class LivePage:
             runs: Metrics file and number of steps of each run, by its name, those that are going on first.
         """
         self._last = (runs, ended, of)
-        if ended < of and time.monotonic() - self._drawn < REFRESH_SECONDS:
-            return
-        self._draw(runs, ended, of, going_on=ended < of)
+        if ended == of or time.monotonic() - self._drawn >= REFRESH_SECONDS:
+            self._draw(runs, ended, of, "going on")  # others may follow when all of these have ended
 
-    def stop(self) -> None:
-        """Say on the page that the runs were interrupted, and load it no more; `update` goes on when they do."""
-        runs, ended, of = self._last
-        if ended < of:
-            self._draw(runs, ended, of, going_on=False)
+    def stop(self, is_well: bool) -> None:
+        """Load the page no more, and say so unless the command ended well; `update` goes on when the runs do."""
+        if self._last is not _NOTHING:
+            self._draw(*self._last, "ended" if is_well else "stopped")
 
-    def _draw(self, runs: Mapping[str, tuple[Path, int]], ended: int, of: int, *, going_on: bool) -> None:
+    def _draw(
+        self,
+        runs: Mapping[str, tuple[Path, int]],
+        ended: int,
+        of: int,
+        state: Literal["going on", "ended", "stopped"],
+    ) -> None:
         rows: list[list[str]] = []
         lines: dict[str, list[tuple[float, float]]] = {}
         for name, (path, steps) in list(runs.items())[:MOST_RUNS]:
@@ -60,19 +65,19 @@ class LivePage:
         groups = (*names("run"), Group("step", ("done", "of"), "of"), *losses_groups)
         table = Table("losses_so_far", "Losses so far", groups, rows) if rows else None
         answer = f"{ended} of {counted(of, 'run')} ended."
-        if going_on:
+        if state == "going on":
             answer += f" This page loads itself anew every {REFRESH_SECONDS} seconds."
-        elif ended < of:
-            answer += " Interrupted: the same command continues. Load this page again when it does."
+        elif state == "stopped":
+            answer += " Stopped: the same command continues. Load this page again when it does."
         drawing = None
         if lines:
             caption = "Training loss of each run. The first steps may lie above the drawn range."
             svg, narrow = (_svg(lines, width) for width in (_WIDE, _NARROW))
             drawing = Drawing("losses_so_far", "Losses so far", caption, svg, narrow, None)
         lead = Lead(answer=answer, table=table, drawing=drawing)
-        title = f"{self.title}, while it trains" if ended < of else f"{self.title}, trained"
+        title = f"{self.title}, {'trained' if state == 'ended' else 'while it trains'}"
         page = Page(title=title, about="", lead=lead, sections=[])
-        write_page(page, self.folder, refresh_seconds=REFRESH_SECONDS if going_on else None)
+        write_page(page, self.folder, refresh_seconds=REFRESH_SECONDS if state == "going on" else None)
         self._drawn = time.monotonic()
 
 
