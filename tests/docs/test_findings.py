@@ -173,7 +173,10 @@ def test_the_best_rates_over_width_are_the_answer(monkeypatch):
         return record([LOSS], {LOSS.label: loss}, arm=arm, seed=seed)
 
     canvases = []
-    axes = [StudyAxis(name="width", values=["64", "256"]), StudyAxis(name="rate", values=RATES)]
+    axes = [
+        StudyAxis(name="width", values=["64", "256"]),
+        StudyAxis(name="rate", values=RATES, numbers=[float(rate) for rate in RATES]),
+    ]
     evidence = study(["diff", "softmax"], [LOSS], 2, make, axes=axes)
     found = studied(evidence)
     [said] = answers(found)

@@ -269,7 +269,7 @@ def test_the_first_screen_answers_and_says_what_would_decide(make: Callable[...,
     assert first.command == f"difftransformer compare recipes/bytes-small.yaml --seeds {3 + int(more[1])}"
     demo = dataclasses.replace(evidence.index, command="difftransformer demo --out reports/demo")  # has no --seeds
     shown = studied(dataclasses.replace(evidence, index=demo))
-    assert what_would_decide(shown)[1] == "difftransformer compare demo --seeds 5"
+    assert what_would_decide(shown)[1] == "difftransformer compare demo --seeds 5 --out reports/demo-full"
     clear = studied(make(seeds=5, advantage=0.3, needle=False, allocation=False))
     assert "DIFF is better than Transformer on validation loss (" in plain_answer(clear)
     assert plain_answer(clear).endswith("not confirmed.")

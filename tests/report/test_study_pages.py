@@ -160,6 +160,27 @@ def test_the_command_writes_the_same_pages_each_time(tmp_path, capsys):
     assert capsys.readouterr().out.count("Report: ") == 3
 
 
+def test_a_page_of_a_folder_that_lacks_a_figure_says_so(tmp_path, capsys):
+    """Two settings are too few for a law."""
+    axes = [StudyAxis(name=name, values=["1", "2"], numbers=[1e6, 2e6]) for name in ("size", "tokens")]
+    for name in ("one", "two"):
+        parts = {"axes": axes, "analysis": "scaling", "name": name}
+        save(
+            study(
+                ["diff", "twin"],
+                [LOSS],
+                2,
+                lambda arm, point, seed: record([LOSS], {LOSS.label: 1.0}, arm=arm),
+                **parts,
+            ),
+            tmp_path,
+        )
+    assert command.run(str(tmp_path), out=str(tmp_path / "pages")) != 0
+    assert "two-laptop: scaling: diff over tokens: 2 settings have paired runs" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
 def test_no_measure_takes_the_name_of_another_table():
     """Measures are called as tables of every page are."""
     figures = [StudyFigure(label=label, task="needle", name=label) for label in ("costs", "runs", "arms", "verdicts")]
@@ -197,10 +218,12 @@ def test_every_arm_has_a_colour_of_its_own_in_all_studies():
 
 
 def test_latex_and_markdown_escape_their_own_characters():
-    table = Table("t", "T", (Group("a_b", numeric=False), Group("50 %")), [["x|y & {z}", "1 \u00b1 2"]], ["Note."])
-    assert table.markdown({"other": "u"}) == "| a_b | 50 % |\n| --- | ---: |\n| x\\|y & {z} | 1 \u00b1 2 |\n\nNote.\n"
+    table = Table("t", "T", (Group("a_b|c", numeric=False), Group("50 %")), [["x|y & {z}", "1 \u00b1 2"]], ["Note."])
+    assert (
+        table.markdown({"other": "u"}) == "| a_b\\|c | 50 % |\n| --- | ---: |\n| x\\|y & {z} | 1 \u00b1 2 |\n\nNote.\n"
+    )
     assert r"x|y \& \{z\} & 1 $\pm$ 2 \\" in table.latex()
-    assert r"a\_b & 50 \% \\" in table.latex()
+    assert r"a\_b|c & 50 \% \\" in table.latex()
 
 
 CLAIM = Claim(

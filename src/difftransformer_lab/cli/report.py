@@ -28,8 +28,9 @@ def run(results: str, out: str | None = None) -> int:
         return show_study(first, Path(out) if out else Path(STUDIES) / first.evidence.slug, "report")
     for one in studies:
         show(f"{one.evidence.slug}: {brief_answer(one)}")
-    show(f"Report: {write_evidence(studies, Path(out or STUDIES))}")
-    return 0
+    gaps = Gaps("report")
+    show(f"Report: {write_evidence(studies, Path(out or STUDIES), on_gap=gaps)}")
+    return gaps.status
 
 
 def show_study(study: Studied, folder: Path, verb: str) -> int:

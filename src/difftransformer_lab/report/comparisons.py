@@ -7,7 +7,7 @@ that a study planned are decided (`contrasts.py`).
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from ..results import PairedDifference, RunRecord, Statistic, StudyArm, StudyFigure, figure_of, reached_at
@@ -24,9 +24,8 @@ class Compared:
         point: The point; empty for the mean over all points of a study with axes.
         statistic: Mean and standard error over all seeds of the arm.
         runs: Number of the arm's runs that have the figure, at all points together where `point` is empty.
-        difference: The arm minus the reference over the seeds that both have; None for the reference itself.
-        pairs: Number of these seeds.
-        same_direction: Number of these seeds in the direction of the mean (see `in_direction`).
+        difference: The arm minus the reference over the seeds that both have on the same data; None for the reference itself.
+        differences: The same of each of these seeds.
         reached: Number of `runs` that reached the level of a curve; None for other figures.
         is_censored: Whether no run of the arm or of the reference reached the level, so that the difference says nothing.
     """
@@ -38,10 +37,18 @@ class Compared:
     statistic: Statistic
     runs: int
     difference: PairedDifference | None = None
-    pairs: int = 0
-    same_direction: int = 0
+    differences: dict[int, float] = field(default_factory=dict)
     reached: int | None = None
     is_censored: bool = False
+
+    @property
+    def pairs(self) -> int:
+        return len(self.differences)
+
+    @property
+    def same_direction(self) -> int:
+        """Number of the paired seeds in the direction of the mean (see `in_direction`)."""
+        return in_direction(self.differences.values(), self.difference.mean) if self.difference else 0
 
     @property
     def excludes_zero(self) -> bool:
@@ -115,8 +122,7 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
     return replace(
         row,
         difference=difference,
-        pairs=len(seeds),
-        same_direction=in_direction([values[seed] - others[seed] for seed in seeds], difference.mean),
+        differences={seed: values[seed] - others[seed] for seed in seeds},
         is_censored=row.reached == 0 and _runs(evidence, figure, point, reference)[1] == 0,
     )
 

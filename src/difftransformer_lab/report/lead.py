@@ -1,7 +1,10 @@
 """The first screen of a study's page: a plain answer, a table of verdicts, a picture, and what would decide it."""
 
+import os
 import re
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 
 from ..plots.style import Drawing
@@ -162,7 +165,7 @@ def what_would_decide(study: Studied) -> tuple[str, str]:
     have = max(row.pairs for row in judged)
     if have == 1:
         return _more(study, max(2, FEWEST_SEEDS - 1), "would show how much training varies")
-    wanted = {row.figure.label: _seeds_needed(study, row) for row in judged if not row.excludes_zero}
+    wanted = {row.figure.label: _seeds_needed(row) for row in judged if not row.excludes_zero}
     near = {label: seeds for label, seeds in wanted.items() if seeds is not None and seeds > have}
     if near:
         label = min(near, key=lambda one: near[one])
@@ -182,33 +185,32 @@ def _more(study: Studied, more: int, words: str) -> tuple[str, str]:
     evidence = study.evidence
     if evidence.index.command.startswith("difftransformer demo"):  # one seed, for a part of the recipe's steps
         words = "several seeds of the whole recipe, which the stored result below has."
-        return words, "difftransformer compare demo --seeds 5"
-    have = max(len(runs) for runs in evidence.runs.values())
-    seconds = sum(fmean(run.total_seconds for run in runs.values()) for runs in evidence.runs.values() if runs)
+        return words, "difftransformer compare demo --seeds 5 --out reports/demo-full"
+    there, pair = [runs for runs in evidence.runs.values() if runs], (evidence.others[0].name, evidence.reference.name)
+    have = {len(runs) for runs in there}
+    seeds = max(*have, more + min(len(runs) for (arm, _), runs in evidence.runs.items() if arm in pair))
+    seconds = sum(fmean(run.total_seconds for run in runs.values()) * (seeds - len(runs)) for runs in there)
     command = re.sub(r" (--seeds|--set compare\.seeds)[ =]\d+", "", _command(evidence))
     option = "--set compare.seeds=" if " upcycle " in command else "--seeds "
-    words = f"{counted(more, 'more seed')} of every model, {_time(more * seconds)}, {words}."
-    return words, f"{command} {option}{have + more}"
+    what = counted(more, "more seed") if len(have) == 1 else f"{seeds} seeds"
+    return f"{what} of every model, {_time(seconds)}, {words}.", f"{command} {option}{seeds}"
 
 
 def _command(evidence: Evidence) -> str:
     """Return the command of a study, which names the folder of its records unless that is the default."""
-    folder, command = evidence.path.parent.parent, evidence.index.command
+    path, command = evidence.path, evidence.index.command
+    folder = path.parent.parent if path.is_absolute() else Path(os.path.relpath(path.resolve().parent.parent))
     is_named = command.startswith("difftransformer study ") and folder.as_posix() != STUDIES
-    return f"{command} --results {folder}" if is_named else command
+    return f"{command} --results {shlex.quote(str(folder))}" if is_named else command
 
 
 def _time(seconds: float) -> str:
     return f"about {duration_words(seconds)} where these ran, one run at a time"
 
 
-def _seeds_needed(study: Studied, row: Compared) -> int | None:
+def _seeds_needed(row: Compared) -> int | None:
     """Return the fewest seeds that would show a difference of this mean and spread in 4 of 5 studies; None above the most."""
-    other = row_of(study.rows, row.figure.label, study.evidence.reference.name, ())
-    assert other is not None
-    assert row.difference is not None
-    shared = row.values.keys() & other.values.keys()
-    differences = [row.values[seed] - other.values[seed] for seed in sorted(shared)]
+    differences = [*row.differences.values()]
     mean = fmean(differences)
     if len(differences) < 2 or mean == 0:
         return None

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import cycle, product
+from operator import itemgetter
 from textwrap import fill
 from typing import Any
 
@@ -30,7 +31,9 @@ from .words import quantity, title_of, with_unit
 _COLUMNS = 3
 _CURVE_COLUMNS = 4
 _LABEL_LETTERS = 44
-_TITLE_LETTERS = 28
+_TITLE_LETTERS, _NARROW_LETTERS = 28, 22
+_LINE_INCHES = 0.16
+_BY_POSITION = "nll by position"
 
 Styles = dict[str, dict[str, Any]]
 
@@ -49,14 +52,20 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared], figures: Sequence[St
     arms, styles = evidence.others, styles_of(evidence)
     columns = len(figures) if len(figures) <= _COLUMNS + 1 else _COLUMNS
     lines = math.ceil(len(figures) / columns)
-    height = 0.75 + 0.30 * max(2, len(arms))
+    letters = _TITLE_LETTERS if columns < _COLUMNS + 1 else _NARROW_LETTERS
+    labels = [fill(arm.label, _TITLE_LETTERS) for arm in arms]
+    titles = [fill(title_of(figure), letters) for figure in figures]
+    below = [fill(with_unit(f"minus {evidence.reference.label}", figure), letters) for figure in figures]
+    row = 0.14 + _LINE_INCHES * max(map(_lines, labels))
+    around = max(_lines(above) + _lines(words) for above, words in zip(titles, below, strict=True))
+    height = 0.43 + _LINE_INCHES * around + row * max(2, len(arms))
     canvas, grid = panels(lines * height, lines, columns, sharey=True)
-    for ax, figure in zip(_used(grid, len(figures)), figures, strict=True):
+    for ax, figure, above, words in zip(_used(grid, len(figures)), figures, titles, below, strict=True):
         _draw_panel(ax, evidence, rows, figure, styles)
-        _name_rows(ax, [arm.label for arm in arms])
-        ax.locator_params(axis="x", nbins=5)
-        ax.set_title(f"{fill(title_of(figure), _TITLE_LETTERS)}\n({_better_words(figure)})", loc="left", fontsize=9.5)
-        ax.set_xlabel(with_unit(f"minus {evidence.reference.label}", figure))
+        _name_rows(ax, labels)
+        ax.locator_params(axis="x", nbins=5 if columns < _COLUMNS + 1 else 4)
+        ax.set_title(f"{above}\n({_better_words(figure)})", loc="left", fontsize=9.5)
+        ax.set_xlabel(words)
     caption = (
         f"How far each model is from {evidence.reference.label}, the grey line at zero. A bar that crosses it means no "
         f"clear difference. Bar: 95 % {'' if evidence.has_one_seed else 'Student t '}interval, each for itself, with an "
@@ -155,7 +164,8 @@ def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure)
     for ax, names in zip(_used(grid, len(settings)), settings, strict=True):
         points = [tuple(value if i == along else names[i] for i in range(len(axes))) for value in x_axis.values]
         for arm in evidence.index.arms:
-            compared = [(at, row_of(rows, figure.label, arm.name, point)) for at, point in zip(x, points, strict=True)]
+            along_x = sorted(zip(x, points, strict=True))
+            compared = [(at, row_of(rows, figure.label, arm.name, point)) for at, point in along_x]
             there = [(at, row.statistic) for at, row in compared if row]
             where, means = [at for at, _ in there], [one.mean for _, one in there]
             errors, look = [one.standard_error or 0.0 for _, one in there], styles[arm.name]
@@ -179,28 +189,31 @@ def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure)
 def draw_transfer(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | None:
     """Draw the first figure over learning rates, a line for each width and a panel for each arm; None without these axes."""
     axes, figure = {axis.name: axis for axis in evidence.index.axes}, evidence.index.figures[0]
-    if list(axes) != ["width", "rate"] or not rows:
+    if list(axes) != ["width", "rate"] or not axes["rate"].numbers or not rows:
         return None
-    widths, rates = axes["width"].values, axes["rate"].values
+    widths, rates, numbers = axes["width"].values, axes["rate"].values, axes["rate"].numbers
+    best = min if figure.better == "lower" else max
     colours = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.75, len(widths)))
+    looks = list(zip(widths, colours, cycle("osD^v<>"), strict=False))  # markers begin anew after the last one
     lines = math.ceil(len(evidence.index.arms) / 2)
     canvas, grid = panels(0.8 + 2.35 * lines, lines, 2, sharey=True, sharex=True)
-    for ax, arm in zip(grid.flat, evidence.index.arms, strict=False):
-        for width, colour, marker in zip(widths, colours, "osD^v<>", strict=False):
-            measured = [(rate, row_of(rows, figure.label, arm.name, (width, rate))) for rate in rates]
-            there = [(float(rate), row.statistic.mean) for rate, row in measured if row]
+    for ax, arm in zip(_used(grid, len(evidence.index.arms)), evidence.index.arms, strict=True):
+        for width, colour, marker in looks:
+            measured = [
+                (row_of(rows, figure.label, arm.name, (width, rate)), at)
+                for rate, at in zip(rates, numbers, strict=True)
+            ]
+            there = sorted((at, row.statistic.mean) for row, at in measured if row)
             if not there:
                 continue
             ax.plot(*zip(*there, strict=True), color=colour, marker=marker, markersize=4.5)
-            lowest = min(there, key=lambda one: one[1])
-            ax.plot(*lowest, "o", markersize=11, markerfacecolor="none", color=colour)
+            ax.plot(*best(there, key=itemgetter(1)), "o", markersize=11, markerfacecolor="none", color=colour)
         ax.set_xscale("log")
         ax.minorticks_off()
-        ax.set_xticks([float(rate) for rate in rates], rates)
+        ax.set_xticks(numbers, rates)
         ax.set_title(arm.label, loc="left")
     _label_axes(grid, "learning rate", with_unit(figure.label, figure))
-    labels = zip(widths, colours, "osD^v<>", strict=False)
-    legend_above(canvas, [Line2D([], [], color=c, marker=m, label=f"width {width}") for width, c, m in labels])
+    legend_above(canvas, [Line2D([], [], color=c, marker=m, label=f"width {width}") for width, c, m in looks])
     caption = f"{title_of(figure)} ({_better_words(figure)}), mean over seeds. Rings: the best rate of each width."
     return finish("transfer", title_of(figure), caption, canvas, False)
 
@@ -247,7 +260,11 @@ def draw_losses(evidence: Evidence) -> Drawing | None:
 def draw_positions(evidence: Evidence) -> Drawing | None:
     """Draw the loss by position in the context, every arm minus the reference; None where it was not measured."""
     point = evidence.points[-1]
-    own = {arm.name: _by_position(evidence, arm.name, point) for arm in evidence.index.arms}
+    tasks = dict.fromkeys(
+        row.task for *_, run in evidence.every_run() for row in run.figures if row.name == _BY_POSITION
+    )
+    task = next(iter(tasks), "")
+    own = {arm.name: _by_position(evidence, arm.name, point, task) for arm in evidence.index.arms}
     reference = own[evidence.index.reference]
     if not reference or not any(own[arm.name] for arm in evidence.others):
         return None
@@ -274,7 +291,8 @@ def draw_positions(evidence: Evidence) -> Drawing | None:
     ax.set(xlabel="position in the context (tokens)", ylabel=y_label)
     legend_above(canvas, _handles(evidence, styles))
     minus = f"each arm minus {evidence.reference.label}, mean over seeds{_at_words(evidence, point)}"
-    caption = f"Held-out loss by position in the context, {minus}. Below zero is better."
+    of = f" of {task}" if len(tasks) > 1 else ""
+    caption = f"Held-out loss by position in the context{of}, {minus}. Below zero is better."
     if len(evidence.others) <= 2:
         caption += " Band: 95 % Student t interval at each position by itself."
     return finish("positions", "Held-out loss by position", caption, canvas, False)
@@ -358,10 +376,9 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
     """
     drawn = []
     for line, arm in enumerate(evidence.others):
-        row, other = row_of(rows, figure.label, arm.name, ()), row_of(rows, figure.label, evidence.index.reference, ())
-        if row is not None and other is not None and row.difference is not None and not row.is_censored:
-            seeds_of_both = sorted(row.values.keys() & other.values.keys())
-            drawn.append((line, row, row.difference, [row.values[seed] - other.values[seed] for seed in seeds_of_both]))
+        row = row_of(rows, figure.label, arm.name, ())
+        if row is not None and row.difference is not None and not row.is_censored:
+            drawn.append((line, row, row.difference, [*row.differences.values()]))
     ends = [dot for *_, dots in drawn for dot in dots]
     of_one_seed = [difference for _, _, difference, dots in drawn if len(dots) == 1]
     ends += [end for one in of_one_seed for end in (one.low, one.high) if end is not None]
@@ -372,6 +389,10 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
         style, is_filled = styles[row.arm.name], row.excludes_zero
         _draw_row(ax, line, difference, dots, style, is_filled=is_filled, limits=(low, high))
     ax.set_xlim(low, high)
+
+
+def _lines(text: str) -> int:
+    return text.count("\n") + 1
 
 
 def _used(grid: np.ndarray, count: int) -> list[Axes]:
@@ -422,10 +443,10 @@ def _lambda_table(evidence: Evidence, arm: str, point: Point) -> tuple[np.ndarra
     return by_layer[0][0], np.stack([values for _, values in by_layer], axis=-1)
 
 
-def _by_position(evidence: Evidence, arm: str, point: Point) -> dict[tuple[int, int], dict[int, float]]:
+def _by_position(evidence: Evidence, arm: str, point: Point, task: str) -> dict[tuple[int, int], dict[int, float]]:
     losses: dict[tuple[int, int], dict[int, float]] = {}
     for seed, run in evidence.at(arm, point).items():
         for row in run.figures:
-            if row.name == "nll by position" and {"start", "end"} <= row.at.keys():
+            if (row.task, row.name) == (task, _BY_POSITION) and {"start", "end"} <= row.at.keys():
                 losses.setdefault((int(row.at["start"]), int(row.at["end"])), {})[seed] = row.value
     return dict(sorted(losses.items()))

@@ -31,17 +31,22 @@ def write_study(study: Studied, folder: Path, *, on_gap: Callable[[str], None] =
     return write_page(study_page(study), folder, on_gap=on_gap)
 
 
-def write_evidence(studies: Sequence[Studied], folder: Path) -> Path:
+def write_evidence(studies: Sequence[Studied], folder: Path, *, on_gap: Callable[[str], None] = no_gap) -> Path:
     """Write a page for each study, and one for all of them.
 
     Args:
         folder: Folder of the pages; `NAME-PRESET/index.html` is a study's.
+        on_gap: Called with each figure that a page lacks.
 
     Returns:
         The path of `index.html`.
     """
     for study in studies:
-        write_study(study, folder / study.evidence.slug)
+
+        def named(gap: str, slug: str = study.evidence.slug) -> None:
+            on_gap(f"{slug}: {gap}")
+
+        write_study(study, folder / study.evidence.slug, on_gap=named)
     return write_page(studies_page(studies), folder)
 
 

@@ -97,7 +97,7 @@ class Table:
             links: Addresses by the text of a cell.
         """
         links = links or {}
-        titles = [group.title for group in self.groups]
+        titles = [group.title.replace("|", "\\|") for group in self.groups]
         marks = ["---:" if group.numeric else "---" for group in self.groups]
         rows = [
             [f"[{cell}]({links[cell]})" if cell in links else cell.replace("|", "\\|") for cell in row]
