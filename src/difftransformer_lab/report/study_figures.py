@@ -31,7 +31,7 @@ from .words import quantity, title_of, with_unit
 _COLUMNS = 3
 _CURVE_COLUMNS = 4
 _LABEL_LETTERS = 44
-_TITLE_LETTERS, _NARROW_LETTERS = 28, 22
+_TITLE_LETTERS, _NARROW_LETTERS = 30, 22
 _LINE_INCHES = 0.16
 _BY_POSITION = "nll by position"
 
@@ -52,8 +52,9 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared], figures: Sequence[St
     arms, styles = evidence.others, styles_of(evidence)
     columns = len(figures) if len(figures) <= _COLUMNS + 1 else _COLUMNS
     lines = math.ceil(len(figures) / columns)
-    letters = _TITLE_LETTERS if columns < _COLUMNS + 1 else _NARROW_LETTERS
-    labels = [fill(arm.label, _TITLE_LETTERS) for arm in arms]
+    is_wide = columns <= _COLUMNS
+    label_letters, letters = (_LABEL_LETTERS, _TITLE_LETTERS) if is_wide else (_TITLE_LETTERS, _NARROW_LETTERS)
+    labels = [fill(arm.label, label_letters) for arm in arms]
     titles = [fill(title_of(figure), letters) for figure in figures]
     below = [fill(with_unit(f"minus {evidence.reference.label}", figure), letters) for figure in figures]
     row = 0.14 + _LINE_INCHES * max(map(_lines, labels))
@@ -63,7 +64,7 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared], figures: Sequence[St
     for ax, figure, above, words in zip(_used(grid, len(figures)), figures, titles, below, strict=True):
         _draw_panel(ax, evidence, rows, figure, styles)
         _name_rows(ax, labels)
-        ax.locator_params(axis="x", nbins=5 if columns < _COLUMNS + 1 else 4)
+        ax.locator_params(axis="x", nbins=5 if is_wide else 4)
         ax.set_title(f"{above}\n({_better_words(figure)})", loc="left", fontsize=9.5)
         ax.set_xlabel(words)
     caption = (
