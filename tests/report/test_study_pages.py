@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from difftransformer_lab.plots.style import COLOURS, MORE_COLOURS, REFERENCE_COL
 from difftransformer_lab.report import Studied, judge, read_claims, read_studies, studied, write_evidence
 from difftransformer_lab.report.answers import shared_words
 from difftransformer_lab.report.claims import Claim, ClaimTest, Explored, Named
+from difftransformer_lab.report.lead import what_would_decide
 from difftransformer_lab.report.page import Page as ReportPage
 from difftransformer_lab.report.page import all_tables, write_page
 from difftransformer_lab.report.studied import with_shared
@@ -158,6 +160,18 @@ def test_the_command_writes_the_same_pages_each_time(tmp_path, capsys):
     assert command.run(str(path.parent), out=str(tmp_path / "one")) == 0  # a folder of one study shows that study
     assert "Is it the subtraction?" in (tmp_path / "one" / "index.html").read_text()
     assert capsys.readouterr().out.count("Report: ") == 3
+
+
+def test_the_command_names_the_folder_of_the_records(tmp_path, monkeypatch):
+    parts = {"name": "mine", "command": "difftransformer study mine.yaml --preset laptop"}
+    made = study(
+        ["diff", "twin"], [LOSS], 1, lambda arm, point, seed: record([LOSS], {LOSS.label: 1.0}, arm=arm), **parts
+    )
+    path = save(made, tmp_path / "my results")
+    monkeypatch.chdir(path.parent)
+    for given in (path, Path("laptop.json"), Path()):
+        words = shlex.split(what_would_decide(read_studies(given)[0])[1])
+        assert Path(words[words.index("--results") + 1]).resolve() == tmp_path / "my results"
 
 
 def test_a_page_of_a_folder_that_lacks_a_figure_says_so(tmp_path, capsys):

@@ -576,6 +576,21 @@ def test_estimates(design, trained, tmp_path, document):
     assert later.seconds == 2 * 1e6  # four runs of as long as the records say, two at a time
 
 
+def test_nothing_is_still_to_come_once_the_rates_of_a_plan_are_chosen(design, document, plan, tmp_path):
+    """The best number of needles is the second one, and a plan is taken to ask for the first until that is known."""
+    document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-3], "seeds": 1, "per": ["needles"]}
+    plan(planned())
+    study = Study(design(), tmp_path / "results")
+    before = estimate(study, at_once=1, threads=1)
+    assert (before.runs, before.missing) == (4 + 4, 8)
+    study.rates = lambda: [
+        ChosenRate(arm=arm, point={"needles": needles}, learning_rate=1e-3, tried=[(1e-3, loss)])
+        for arm in ("diff", "twin") for needles, loss in (("one", 2.0), ("two", 1.0))
+    ]  # fmt: skip
+    after = estimate(study, at_once=1, threads=1)
+    assert after.runs == study.planned() == 4 + 4
+
+
 def test_estimates_without_data_are_by_operations(design, tmp_path, document, monkeypatch, capsys):
     document["axes"] = {}
     document["presets"]["laptop"]["set"] = {"data.source": str(tmp_path / "missing")}
@@ -659,6 +674,7 @@ def test_arms_that_start_from_a_pretrained_model(document, design, trained, tmp_
         estimate(lacking, at_once=1, threads=1)
     index = study.train(tmp_path / "out", at_once=1)
     assert len(trained) == len(index.members) == 2
+    assert index.command == "difftransformer study small --preset laptop --source pretrained"
     records = {m.arm: read_result(study.index_file.parent / m.file, RunRecord) for m in index.members}
     assert records["diff"].parameters > records["plain"].parameters
     first = {arm: record.curves["train_loss_nats"].values[0] for arm, record in records.items()}

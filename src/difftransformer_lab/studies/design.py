@@ -469,6 +469,10 @@ class Design:
                 for axis, value in term.at.items():
                     _check_names(f"{where}: at.{axis}", [value], [OWN_BEST, *self.values[axis]])
 
+    def is_tuned(self, rates: Sequence[ChosenRate]) -> bool:
+        """Whether these are the rates of every arm at every point where one is chosen."""
+        return len(rates) == len({(run.arm, place(run.point)) for run in self.tuning})
+
     def tuned_point(self, point: Mapping[str, str]) -> dict[str, str]:
         return self.points[0] | {axis: point[axis] for axis in self.preset.tuning.per}
 

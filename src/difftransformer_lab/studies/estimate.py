@@ -55,16 +55,18 @@ class Estimate:
 
 def estimate(study: Study, *, at_once: int, threads: int, device: str = "cpu") -> Estimate:
     """Estimate a study's time. Until the learning rates are chosen, every run to be reported counts as missing."""
-    looked_for, absent = study.design.tuning, ""
+    looked_for, absent, later = study.design.tuning, "", study.design.reported()
     try:
-        looked_for = [*looked_for, *study.design.reported(study.rates())]
+        rates = study.rates()
+        looked_for = [*looked_for, *study.design.reported(rates)]
+        later = [] if study.design.is_tuned(rates) else later
         files = study.files(looked_for)
     except DataError as error:
         if study.design.config.source:  # without the pretrained model's folder there are no operations to count
             raise
         absent, files = str(error), [None] * len(looked_for)
     known = {(run.arm, place(run.point), run.seed) for run in looked_for}
-    later = [run for run in study.design.reported() if (run.arm, place(run.point), run.seed) not in known]
+    later = [run for run in later if (run.arm, place(run.point), run.seed) not in known]
     missing = [run for run, file in zip(looked_for, files, strict=True) if file is None] + later
     here, speed = replace(environment(device), threads=threads), functools.cache(partial(matmul_flops, device))
     by_kind: dict[str, tuple[float, Basis]] = {}

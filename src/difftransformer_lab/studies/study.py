@@ -210,8 +210,7 @@ class Study:
 
     def planned(self) -> int:
         rates, design = self.rates(), self.design
-        tuned = len(rates) == len({(run.arm, place(run.point)) for run in design.tuning})
-        return len(design.tuning) + len(design.reported(rates if tuned else None))
+        return len(design.tuning) + len(design.reported(rates if design.is_tuned(rates) else None))
 
     def write_index(self, **beside: Any) -> StudyIndex:
         """Write what the study asks for and which of its runs are there, with further fields of the index."""
