@@ -126,8 +126,8 @@ class Study:
                     upcycle_folder(pretrained, made[named], to=to)
             elif not note.exists() or note.read_text(encoding="utf-8") != self._source_sha256:
                 raise ConfigError(
-                    f"{made[named]}: was made of another model than {self._source}, or by an earlier release; choose another "
-                    "--out, or delete it"
+                    f"{made[named]}: was made of another model than {self._source}, or by an earlier release; choose "
+                    "another --out"
                 )
         data = replace(recipe.data, tokenizer=str(made[recipe.data.tokenizer]))
         return replace(recipe, start_from=str(made[str(recipe.start_from)]), data=data)
