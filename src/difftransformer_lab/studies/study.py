@@ -111,10 +111,7 @@ class Study:
         if self._source is None:
             return recipe
         made = {}
-        for named in (
-            recipe.data.tokenizer,
-            str(recipe.start_from),
-        ):  # every arm has the first: it tells another source
+        for named in (recipe.data.tokenizer, str(recipe.start_from)):  # the first is that of every arm
             to = named.removeprefix(UPCYCLED).partition(" ")[0]
             made[named] = self._models / to
             note = self._models / f"{to}.source"
