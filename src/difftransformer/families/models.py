@@ -367,7 +367,8 @@ def count_family(config: Any, *, context_tokens: int | None = None) -> Counts:
     windows = [None if types and types[layer.layer_idx] == "full_attention" else window for layer in layers]
     linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     keys = sum(mean_keys(context, one) for one in windows)
-    forward = 2 * linears + keys * layout.map_flops_per_pair()
+    own = len(layers) * config.attention.own_flops_per_token(config.attention_fields())
+    forward = 2 * linears + own + keys * layout.map_flops_per_pair()
     return Counts(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         embedding_parameters=model.get_input_embeddings().weight.numel(),

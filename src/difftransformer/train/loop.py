@@ -46,8 +46,9 @@ def train(
     """Train a model to the last step, from the run's newest intact checkpoint if there is one.
 
     Ctrl-C (SIGINT) and SIGTERM finish the step, save a checkpoint and raise Interrupted. The losses of an interrupted run
-    are bit for bit those of an uninterrupted one, on CPU in fp32 with the same number of threads and the same mesh. On another
-    mesh, sums are rounded otherwise. And with `nonfinite` "rollback", a later step may go back to the interruption's checkpoint.
+    are bit for bit those of an uninterrupted one, on CPU in fp32 with the same number of threads and the same mesh. On
+    another mesh, sums are rounded otherwise. And with `nonfinite` "rollback", a later step may go back to the interruption's
+    checkpoint.
 
     Args:
         config: Training configuration.
