@@ -89,7 +89,7 @@ def test_mistakes_are_named():
     for heads in (4, 0):
         with pytest.raises(ConfigError, match=f"d_model=30 is not a multiple of nhead={heads}"):
             DifferentialEncoderLayer(30, heads)
-    with pytest.raises(ConfigError, match="lambda_init: expected float"):
+    with pytest.raises(ConfigError, match=r"\{'lambda_init': 'x'\}: no values for attention_type='diff'"):
         DifferentialEncoderLayer(32, 4, lambda_init="x")
     with pytest.raises(ConfigError, match="num_attention_heads=3 is odd"):
         DifferentialEncoderLayer(30, 3)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, ShapeError
 from ..ops.problem import bool_mask
-from ..typed import build
 from . import variant
 
 
@@ -72,7 +71,6 @@ class DifferentialEncoderLayer(nn.Module):
         for name, value in options.items():
             if name not in attention.config_options:
                 raise ConfigError(f"{name}={value!r} is not an option of attention_type={attention_type!r}; drop it")
-            options[name] = build(attention.config_options[name].type, value, source="", key=name, error=ConfigError)
         if isinstance(options.get("dex_heads"), list) and len(options["dex_heads"]) == 1:
             options["dex_heads"] *= layer_index + 1
         heads: dict[str, Any] = {
@@ -87,7 +85,10 @@ class DifferentialEncoderLayer(nn.Module):
             | norms
             | options
         )
-        self.self_attn = attention.from_config(cast(Any, config), layer_index)
+        try:
+            self.self_attn = attention.from_config(cast(Any, config), layer_index)
+        except TypeError as error:  # of an option that is no number, say
+            raise ConfigError(f"{options}: no values for attention_type={attention_type!r} ({error})") from None
         self.self_attn.batch_first = batch_first  # nn.TransformerEncoder reads it here
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias)

@@ -28,9 +28,7 @@ def training_summary(run: Path, step: int) -> Training | None:
         raise CheckpointError(f"{path} holds a {type(recipe).__name__}, expected a recipe, a mapping; copy it again")
     metrics = run / METRICS_FILE
     done = seen = None
-    for line in (
-        read_lines(metrics) if metrics.exists() else ()
-    ):  # which is done at every checkpoint, so only two are built
+    for line in read_lines(metrics) if metrics.exists() else ():  # at every checkpoint, so only two lines are built
         if line["step"] <= step:
             seen = line if "validation_loss_nats" in line else seen
             done = line if "loss_nats" in line else done
