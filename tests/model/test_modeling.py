@@ -233,7 +233,7 @@ class TestMasks:
             (torch.ones(2, 6), shape),
             (torch.ones(1, 6, 6), shape),
             (torch.ones(1, 4), "covers 4 tokens, but 0 are cached and 6 are new"),
-            (torch.ones(1, 14), "covers 14 tokens, but 0 are cached and 6 are new"),  # the cache was forgotten
+            (torch.ones(1, 14), "covers 14 tokens, and 6 are given without past_key_values"),
         ):
             with pytest.raises(ShapeError, match=words):
                 model(ids, attention_mask=mask)

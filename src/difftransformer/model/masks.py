@@ -45,8 +45,8 @@ def arrange_rows(
         restrictions of every attention layer.
 
     Raises:
-        ShapeError: A mask has neither form, or its width is not that of cached and new tokens; or position_ids are not of T
-            tokens.
+        ShapeError: A mask has neither form, or its width fits neither the cache nor the new tokens; or position_ids are not
+            of T tokens.
     """
     batch, length = hidden.shape[:2]
     seen = 0 if cache is None else cache.get_seq_length()
@@ -62,7 +62,7 @@ def arrange_rows(
         mask = None
         if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[0] == batch:
             # Not the last columns: beside a static cache, the mask is as wide as the cache. `_key_padding` refuses a mask
-            # of another width.
+            # that is too narrow.
             mask = attention_mask[:, places.clamp(max=attention_mask.shape[1] - 1)]
         starts = packed_starts(position_ids.expand(batch, length), mask)
         if not torch.compiler.is_compiling() and not bool(starts.any()):
@@ -159,8 +159,7 @@ def _key_padding(attention_mask: Tensor, batch: int, length: int, seen: int | Te
             f"attention_mask has shape {tuple(attention_mask.shape)}, expected ({batch}, past + new tokens) with 0 for padding"
         )
     width = attention_mask.shape[1]
-    has_slots = not isinstance(seen, int) or keys + offset > seen + length
-    if isinstance(seen, int) and (width < seen + length or (width > seen + length and not has_slots)):
+    if isinstance(seen, int) and width < seen + length:
         raise ShapeError(
             f"attention_mask covers {width} tokens, but {seen} are cached and {length} are new; "
             f"pass a mask of width {seen + length}"

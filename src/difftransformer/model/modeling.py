@@ -170,6 +170,13 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         if self.config.embedding_multiplier != 1:
             hidden = hidden * self.config.embedding_multiplier
         batch, length = hidden.shape[:2]
+        # With a cache it may be wider: that of a prompt whose chunks come one after the other, or of slots still to fill.
+        width = attention_mask.shape[1] if attention_mask is not None and attention_mask.dim() == 2 else length
+        if past_key_values is None and width > length:
+            raise ShapeError(
+                f"attention_mask covers {width} tokens, and {length} are given without past_key_values; pass the cache of the "
+                f"others, or a mask of width {length}"
+            )
         checkpointing = self.training and self.gradient_checkpointing
         if checkpointing:
             if past_key_values is not None and past_key_values.get_seq_length():
