@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StaticCache
 from transformers.configuration_utils import get_head_shapes
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -336,6 +337,20 @@ def test_counts_take_the_window_of_each_layer(family):
     for place in (1, 2):
         each = (operations[0] - operations[place]) / (keys[0] - keys[place])
         assert each == pytest.approx(2 * 3 * (2 * width + 2 * width), rel=1e-3)
+
+
+@torch.no_grad()
+def test_operations_of_dex_are_those_that_torch_counts():
+    counted = []
+    for heads in (None, [[0]] * 4):
+        ours = new_model("qwen2", attention_type="dex", dex_heads=heads)
+        with FlopCounterMode(display=False) as counter:
+            ours(ids(64, rows=1), use_cache=False)
+        counted.append(
+            (count_family(ours.config, context_tokens=64).forward_flops_per_token, counter.get_total_flops() / 64)
+        )
+    (ours, torchs), (fewer, torchs_fewer) = counted
+    assert ours - fewer == torchs - torchs_fewer > 0
 
 
 @pytest.mark.parametrize(
