@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from difftransformer import DiffTransformerConfig
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError, DiffTransformerError
 from tests.support.tiny_models import tiny_config
 
@@ -65,6 +65,11 @@ def test_refused(fields, words):
         tiny_config(**fields)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, DiffTransformerError)
+
+
+def test_minus_one_is_a_padding_token_as_in_llama():
+    config = tiny_config(pad_token_id=-1)
+    assert DiffTransformerForCausalLM(config).config.pad_token_id == -1
 
 
 def test_odd_heads_are_fine_for_the_twin_and_for_stated_heads():
