@@ -243,6 +243,18 @@ def test_effective_trials_count_documents_where_their_answers_agree() -> None:
     assert effective_trials(right.tolist(), [5] * 4000) == pytest.approx(20_000, rel=0.06)
 
 
+def test_effective_trials_of_few_documents_have_the_width_of_student_t() -> None:
+    right = [3, 5, 6, 4, 7, 5, 8, 4, 6, 2]
+    error = np.std([count / 10 for count in right], ddof=1) / math.sqrt(10)
+    expected = 0.5 * 0.5 / error**2 * (1.959964 / T_TABLE[9][0]) ** 2  # 56 of 100 answers
+    assert effective_trials(right, [10] * 10) == pytest.approx(expected, rel=1e-3)
+
+
+def test_each_model_has_weights_of_its_own() -> None:
+    a, b, a_tokens, b_tokens = [10.0, 40.0, 5.0], [12.0, 44.5, 5.0], [10.0, 20.0, 5.0], [8.0, 25.0, 6.0]
+    assert item_difference(a, b, a_tokens, b_tokens, seed=3).mean == pytest.approx(55 / 35 - 61.5 / 39)
+
+
 def test_holm_is_the_closed_test_of_bonferroni() -> None:
     """An adjusted value is the largest, over all sets of hypotheses with this one, of the set's size times its smallest p."""
     p_values = [0.004, 0.3, 0.011, 0.03, 0.011, 0.9]

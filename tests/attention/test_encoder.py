@@ -75,6 +75,20 @@ def test_layers_of_torchs_encoder(attention_type):
     assert all(parameter.grad is not None for parameter in encoder.parameters())
 
 
+def test_options_reach_their_parts():
+    layer = DifferentialEncoderLayer(32, 4, 48, 0.5, torch.tanh, 1e-3, backend="reference")
+    assert (layer.norm1.eps, layer.norm2.eps, layer.self_attn.backend) == (1e-3, 1e-3, "reference")
+    x = torch.randn(6, 3, 32)
+    expected = layer.eval()(x)
+    attended = layer.norm1(x + layer.self_attn(x.transpose(0, 1), is_causal=False)[0].transpose(0, 1))
+    torch.testing.assert_close(expected, layer.norm2(attended + layer.linear2(layer.linear1(attended).tanh())))
+    dropped = []
+    layer.dropout.register_forward_hook(lambda module, arguments, out: dropped.append((out == 0).double().mean()))
+    layer.train()(x)
+    assert len(dropped) == 3  # after attention, inside the MLP and after it
+    assert all(0.35 < share < 0.65 for share in dropped)
+
+
 def test_mistakes_are_named():
     layer = DifferentialEncoderLayer(32, 4, batch_first=True)
     x = torch.randn(2, 6, 32)

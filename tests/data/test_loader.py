@@ -59,6 +59,7 @@ def test_reading_ahead_changes_no_batch(shards):
     plain, ahead = loader_of(shards), loader_of(shards, prefetch=True)
     for _ in range(3):
         assert torch.equal(rows_of(next(ahead)), rows_of(next(plain)))
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
     assert ahead.state_dict() == plain.state_dict()
     for loader in (plain, ahead):
         loader.load_state_dict(plain.state_dict() | {"step": 1})

@@ -129,18 +129,24 @@ def test_training_on_all_tokens_and_on_answers():
 
 @pytest.mark.parametrize("noise", [0.0, 0.4])
 @pytest.mark.parametrize("training", [False, True])
-def test_fuzzy_recall(noise, training):
+@pytest.mark.parametrize(
+    ("multi_query", "key_tokens", "value_tokens"), [(True, 3, 3), (False, 3, 3), (True, 2, 4), (True, 4, 2)]
+)
+def test_fuzzy_recall(noise, training, multi_query, key_tokens, value_tokens):
     """A reader that parses runs of key tokens and of value tokens knows every answer from the context."""
-    vocab_size = 16 if noise == 0 else 20
-    options = {"vocab_size": vocab_size, "noise_vocab_size": vocab_size - 16, "noise_share": noise, "length": 128}
-    options |= {"train_on": "answers", "examples": 300, "test_examples": 200}
+    ordinary, noises = 15, 4 if noise else 0  # keys are below 7
+    vocab_size = ordinary + noises + (1 if multi_query else 2)
+    padding_token = ordinary + noises
+    options = {"vocab_size": vocab_size, "noise_vocab_size": noises, "noise_share": noise, "length": 128}
+    options |= {"train_on": "answers", "examples": 300, "test_examples": 200, "multi_query": multi_query}
+    options |= {"key_tokens": key_tokens, "value_tokens": value_tokens}
     inputs, targets = drawn("fuzzy-recall", training=training, **options)
     assert inputs.shape[1] == 128
-    lengths = set()
+    key_lengths, value_lengths = set(), set()
     for row, target_row in zip(inputs.tolist(), targets, strict=True):
-        padding = next(place for place, token in enumerate(row) if token != vocab_size - 1)
-        assert vocab_size - 1 not in row[padding:]
-        tokens = [token if token < 15 else None for token in row]
+        padding = next(place for place, token in enumerate(row) if token != padding_token)
+        assert padding_token not in row[padding:]
+        tokens = [token if token < ordinary else None for token in row]
         memory, expected, key = {}, [], None
         place = padding
         while place < len(row):
@@ -153,19 +159,26 @@ def test_fuzzy_recall(noise, training):
             run = row[place:stop]
             if run[0] < 7:
                 key = tuple(run)
-                lengths.add(len(key))
+                key_lengths.add(len(key))
             else:
                 known = memory.get(key)
                 if known is not None:
                     assert list(known)[: len(run)] == run
                     expected += [(place + index - 1, token) for index, token in enumerate(known)]
-                memory.setdefault(key, tuple(run))
+                else:
+                    memory[key] = tuple(run)
+                    value_lengths.add(len(run))
             place = stop
         # The last token of the last value is a target alone.
         if len(memory[key]) == 1:
             expected.append((len(row) - 1, memory[key][0]))
+        if not multi_query:
+            asks = [place for place, token in enumerate(row) if token == vocab_size - 1]
+            assert asks == [len(row) - len(key) - len(memory[key])]
+            expected = expected[-len(memory[key]) :]
         assert answers_of(target_row) == expected
-    assert lengths == ({1, 2, 3} if training else {3})
+    assert key_lengths == (set(range(1, key_tokens + 1)) if training else {key_tokens})
+    assert value_lengths == set(range(1, value_tokens + 1))
 
 
 def test_selective_copying():

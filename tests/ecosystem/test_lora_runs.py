@@ -75,6 +75,21 @@ def test_starts_as_the_model_it_adapts(start, toy_recipe):
     assert set(merged_state(model)) == set(open_model(start("diff")).state_dict())
 
 
+def test_merged_weights_are_by_the_formula_of_the_paper(start):
+    """W + (alpha / rank) B A, section 4.1 of arXiv:2106.09685."""
+    plain, model = open_model(start("diff")).state_dict(), open_model(start("diff"))
+    add_lora(model, LoraConfig(rank=4, alpha=5.0), seed=0)
+    parts = {name: parameter.data for name, parameter in model.named_parameters() if "lora_" in name}
+    for part in parts.values():
+        part.normal_(generator=torch.Generator().manual_seed(1))
+    for name, merged in merged_state(model).items():
+        layer = name.removesuffix(".weight")
+        a, b = (parts.get(f"{layer}.lora_{which}.default.weight") for which in "AB")
+        expected = plain[name] if a is None else plain[name] + 5 / 4 * b @ a
+        torch.testing.assert_close(merged, expected)
+    assert len(parts) == 2 * 2 * len(LoraConfig().targets)  # two layers
+
+
 @pytest.mark.parametrize("initialization", ["fan_in", "normal"])
 def test_filled_later_it_has_the_values_of_a_model_built_whole(initialization, start, toy_recipe, toy_shards):
     start("diff")  # PEFT is there

@@ -16,6 +16,7 @@ from difftransformer_lab.evals.judges.base import Case, OutOfBudget, Unjudged, j
 from difftransformer_lab.evals.judges.endpoint import EndpointJudge
 from difftransformer_lab.evals.judges.nli import NliJudge
 from difftransformer_lab.evals.judges.overlap import OverlapJudge
+from difftransformer_lab.evals.tasks.hallucination import Options, make_judge
 from tests.support.judge_server import KEY, judge_server, reply
 
 VARIABLE = "DIFFTRANSFORMER_TEST_KEY"
@@ -39,6 +40,14 @@ EXPECTED = [bool(index % 2) for index in range(6)]
 
 def judge(address, **spending):
     return EndpointJudge("tiny", address, VARIABLE, **{"timeout_seconds": 0.3, "retries": 0} | spending)
+
+
+def test_spending_is_limited_as_asked(monkeypatch):
+    monkeypatch.setenv(VARIABLE, KEY)
+    asked = {"key_variable": VARIABLE, "max_judgments": 5, "max_cost_tokens": 7, "timeout_seconds": 2.5}
+    made = make_judge(Options(judge="openai:tiny", endpoint="http://127.0.0.1:1/v1", **asked))
+    assert isinstance(made, EndpointJudge)
+    assert (made.max_requests, made.max_tokens, made.timeout_seconds) == (5, 7, 2.5)
 
 
 def verdicts(found):

@@ -99,6 +99,13 @@ def test_a_unit_is_counted_once_whatever_its_size():
     assert proportion("p", right, {}, units=list("abcd")) == proportion("p", right, {})
 
 
+def test_a_mean_over_sets_has_the_error_of_a_mean_of_independent_shares():
+    rows = [proportion("accuracy", [True] * k + [False] * (20 - k), {"set": str(k)}) for k in (5, 12, 17)]
+    whole = mean_of_sets(rows)
+    assert whole.value == pytest.approx(34 / 60)
+    assert whole.standard_error == pytest.approx(math.hypot(*(row.standard_error for row in rows)) / 3)
+
+
 def test_a_mean_over_sets_has_width_where_every_answer_is_right():
     rows = [proportion("accuracy", [True] * n, {"set": str(n)}) for n in (10, 30)]
     whole = mean_of_sets(rows)

@@ -258,10 +258,20 @@ def test_drift_is_measured(to, tmp_path):
     save_file(weights, tmp_path / "made" / "model.safetensors", metadata={"format": "pt"})
     changed = DiffTransformerForCausalLM.from_pretrained(tmp_path / "made")
     a, b = stock(ids[None]).logits[0].detach(), changed(ids[None]).logits[0].detach()
-    drift = measure_drift(tmp_path / "source", tmp_path / "made", ids)
+    drift = measure_drift(tmp_path / "source", tmp_path / "made", ids, greedy_tokens=34)
     assert drift.largest_logit_difference == pytest.approx((a - b).abs().max().item(), rel=1e-3)
     divergence = torch.nn.functional.kl_div(b.log_softmax(-1), a.softmax(-1), reduction="batchmean").item()
     assert drift.mean_kl_nats == pytest.approx(divergence, rel=1e-3)
+    same = continued(stock, ids[:30], 34) == continued(changed, ids[:30], 34)
+    assert drift.greedy_same_tokens == same.tolist().index(False) < same.sum()  # they agree again later
+
+
+@torch.no_grad()
+def continued(model, prompt, tokens):
+    """The likeliest tokens, one by one, without a cache."""
+    for _ in range(tokens):
+        prompt = torch.cat([prompt, model(prompt[None]).logits[0, -1:].argmax(-1)])
+    return prompt[-tokens:]
 
 
 def refusal(tmp_path, error, to="diff", **options):

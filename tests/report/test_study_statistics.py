@@ -156,6 +156,15 @@ def test_runs_that_reach_the_level_are_counted_over_all_settings():
     assert overview == {"diff": "983 ± 8, no clear difference", "softmax": "not reached"}
 
 
+def test_an_arm_is_compared_where_the_reference_alone_reaches_the_level():
+    def make(arm, point, seed):
+        end = 1.0 if arm == "softmax" else 0.5
+        return record([], {}, arm=arm, curves={"validation_accuracy": Curve(steps=[500, 1000], values=[0.0, end])})
+
+    rows = compare(study(["diff", "softmax"], [STEPS], 3, make))
+    assert [(row.arm.name, row.reached, row.is_censored) for row in rows] == [("diff", 0, False), ("softmax", 3, False)]
+
+
 def test_means_over_settings_are_paired_seed_by_seed():
     axis = StudyAxis(name="noise", values=["0", "0.4"], numbers=[0.0, 0.4])
     rng = np.random.default_rng(3)

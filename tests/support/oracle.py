@@ -77,14 +77,24 @@ def may_attend(case: Case, b: int, h: int, t: int, j: int) -> bool:
 
 @cache
 def dense_mask(case: Case) -> Tensor:
-    """(B, H, T, S) bool."""
-    B, H, T, S = case.B, case.H, case.T, case.S
-    by_head = case.kwargs.get("attn_mask") is not None
-    rows = [
-        [[[may_attend(case, b, h, t, j) for j in range(S)] for t in range(T)] for h in range(H if by_head else 1)]
-        for b in range(B)
-    ]
-    return torch.tensor(rows, dtype=torch.bool).reshape(B, H if by_head else 1, T, S).expand(B, H, T, S)
+    """`may_attend` of all queries and keys at once, (B, H, T, S) bool."""
+    restrictions = case.kwargs
+    query, key = torch.arange(case.T)[:, None], torch.arange(case.S)
+    start, length = restrictions.get("kv_start"), restrictions.get("kv_lengths")
+    start = torch.tensor(0) if start is None else start.view(-1, 1, 1, 1)
+    length = torch.tensor(case.S) if length is None else length.view(-1, 1, 1, 1)
+    allowed = (key >= start) & (key < length)
+    if restrictions.get("is_causal"):
+        own = length - case.T + query
+        allowed = allowed & (key <= own)
+        if (window := restrictions.get("window")) is not None:
+            allowed = allowed & (key > own - window)
+    if (bounds := restrictions.get("cu_seqlens")) is not None:
+        query_document, key_document = (torch.bucketize(x, bounds.long(), right=True) for x in (query, key))
+        allowed = allowed & (query_document == key_document)
+    if (mask := restrictions.get("attn_mask")) is not None:
+        allowed = allowed & mask
+    return allowed.expand(case.B, case.H, case.T, case.S)
 
 
 def lam_at(lam, b: int, h: int, t: int):

@@ -7,6 +7,8 @@ import math
 import platform
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +84,9 @@ def test_inside_is_what_maps_and_layers_show(attention_type, toy_recipe, toy_sha
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.mul_(6)  # sharper maps
+        for layer in model.model.layers:  # the extremes are negative
+            layer.self_attn.k_proj.weight.copy_(-layer.self_attn.q_proj.weight)
+        model.model.embed_tokens.weight[:, 0] = -8 * model.model.embed_tokens.weight.abs().max()
     row = validation_rows(toy_shards, 64, 1)
     found = activation_stats(model, row, toy_recipe.training, Mesh())
     model.eval()
@@ -110,7 +115,9 @@ def test_inside_is_what_maps_and_layers_show(attention_type, toy_recipe, toy_sha
         if maps == 2:
             torch.testing.assert_close(torch.stack(drawn), torch.stack(attention_maps(query, key, is_causal=True)))
         entropies.append(torch.stack([-torch.where(p > 0, p * p.log(), 0).sum(-1) for p in drawn]).mean().item())
-        logits.append(max(one[~future.expand_as(one)].abs().max().item() for one in scores))
+        seen = torch.cat([one[~future.expand_as(one)] for one in scores])
+        assert -seen.min() > seen.max()
+        logits.append(seen.abs().max().item())
 
     hooks = [layer.self_attn.register_forward_pre_hook(see, with_kwargs=True) for layer in model.model.layers]
     hooks += [layer.register_forward_hook(lambda m, a, out: hidden.append(out[0])) for layer in model.model.layers]
@@ -118,6 +125,7 @@ def test_inside_is_what_maps_and_layers_show(attention_type, toy_recipe, toy_sha
         model(row[:, 0])
     for hook in hooks:
         hook.remove()
+    assert all(-one.min() > one.max() for one in hidden)
     assert found["attention_entropy_nats"] == pytest.approx(entropies, rel=1e-4)
     assert found["largest_logits"] == pytest.approx(logits, rel=1e-4)
     assert found["largest_hidden_states"] == pytest.approx([one.abs().max().item() for one in hidden], rel=1e-5)
@@ -307,6 +315,46 @@ def test_a_missing_package_is_said_in_one_line(package, logs, extra, tmp_path, m
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"pip install 'difftransformer\[{extra}\]'"):
         Trackers(LogsConfig(**logs)).open(tmp_path, step=0)
+
+
+def test_trackers_get_every_number_under_its_name(tmp_path, monkeypatch):
+    """Whatever their packages do with it: here they are stand-ins, which write down how they are called."""
+    calls = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            calls.append(("open", Path(folder), purge_step))
+
+        def add_scalar(self, name, number, step):
+            calls.append(("board", name, number, step))
+
+        def close(self):
+            calls.append(("close",))
+
+    opened = SimpleNamespace(
+        log=lambda numbers, step: calls.extend(("wandb", name, number, step) for name, number in numbers.items()),
+        finish=lambda: calls.append(("finish",)),
+    )
+
+    def init(**options):
+        calls.append(("init", options["project"], options["name"], Path(options["dir"])))
+        return opened
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    run = tmp_path / "run"
+    trackers = Trackers(LogsConfig(tensorboard=True, wandb="toy"))
+    trackers.open(run, step=6)
+    trackers.write(
+        InsideMetrics(step=7, attention_entropy_nats=[1.5], largest_logits=[3.0], largest_hidden_states=[5.0])
+    )
+    trackers.close()
+    numbers = {f"{name}/layer_00": number for name, number in
+               (("attention_entropy_nats", 1.5), ("largest_logits", 3.0), ("largest_hidden_states", 5.0))}  # fmt: skip
+    assert calls[:2] == [("open", run / "tensorboard", 7), ("init", "toy", "run", run)]
+    for tracker in ("board", "wandb"):
+        assert [call[1:] for call in calls if call[0] == tracker] == [(*number, 7) for number in numbers.items()]
+    assert sorted(calls[-2:]) == [("close",), ("finish",)]
 
 
 def test_tensorboard_gets_the_numbers(tmp_path):

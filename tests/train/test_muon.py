@@ -50,6 +50,24 @@ def test_update_is_the_nearest_orthogonal_matrix():
         assert torch.allclose(before[name] - parameter, 0.01 * parameter.grad.sign(), atol=1e-6), name
 
 
+def test_momentum_is_that_of_the_configuration():
+    """Without it, the second update is that of the second gradient alone."""
+    draw, updates = torch.Generator().manual_seed(1), []
+    earlier, gradient = (torch.randn(4, 6, generator=draw) for _ in range(2))
+    for momentum, first in ((0.0, earlier), (0.0, torch.zeros(4, 6)), (0.9, earlier)):
+        model = Small()
+        optimizer = build_optimizer(model, dataclasses.replace(MUON, momentum=momentum))
+        for one in (first, gradient):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            model.wide.weight.grad = one.clone()
+            before = model.wide.weight.detach().clone()
+            optimizer.step()
+        updates.append(before - model.wide.weight.detach())
+    torch.testing.assert_close(updates[0], updates[1])
+    assert not torch.allclose(updates[0], updates[2], rtol=0.1)
+
+
 @pytest.mark.parametrize(
     ("attention_type", "fields"),
     [("diff", {}), ("diff", {"lambda_form": "head"}), ("diff_v2", {}), ("softmax", {})],

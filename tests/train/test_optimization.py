@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_wsd_schedule
 
 from difftransformer.attention import RMSNorm
@@ -15,7 +16,7 @@ from difftransformer.errors import ConfigError
 from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig, build_model, read_metrics, train
 from difftransformer.train.optim import build_optimizer, learning_rate
 from difftransformer.train.parallel import Mesh
-from difftransformer.train.trainer import validate
+from difftransformer.train.trainer import recompute_activations, validate
 from tests.families.test_families import source_model, upcycled
 
 
@@ -248,6 +249,60 @@ def test_gradient_checkpointing_changes_nothing(tmp_path, train_toy, read_run, p
     train_toy(tmp_path, gradient_checkpointing=True)
     for a, b in zip(read_run(plain_run)[0], read_run(tmp_path)[0], strict=True):
         assert b["loss_nats"] == pytest.approx(a["loss_nats"], abs=1e-6)
+
+
+@pytest.mark.parametrize(("how", "again"), [(True, "all"), ("selective", "neither product nor attention")])
+def test_what_is_computed_again(how, again, toy_recipe, model_config):
+    """In the operations of a step: the layers' products once more, or none, and attention as often."""
+
+    class Calls(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.products = 0, 0
+
+        def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+            name = operator.name()
+            self.attention += name.startswith("difftransformer::") and "backward" not in name
+            self.products += name == "aten::mm"
+            return operator(*arguments, **(options or {}))
+
+    ids, counted = torch.arange(64)[None], []
+    for checkpointing in (False, how):
+        model = build_model(model_config(), seed=0).train()
+        recompute_activations(model, dataclasses.replace(toy_recipe.training, gradient_checkpointing=checkpointing))
+        with Calls() as calls:
+            model(ids, labels=ids).loss.backward()
+        counted.append((calls.attention, calls.products))
+    (attention, products), found = counted
+    layers, projections = 2, 7  # four of attention, three of the MLP; the last one's output is of no gradient's use
+    assert attention == layers
+    if again == "all":
+        assert found == (2 * attention, products + layers * (projections - 1))
+    else:
+        assert found == (attention, products)
+
+
+def test_layers_are_compiled_where_asked(tmp_path, train_toy, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
+    for asked in (False, True):
+        train_toy(tmp_path / str(asked), steps=1, compile=asked)
+        assert compiled == ["DecoderLayer"] * 2 * asked
+
+
+@pytest.mark.parametrize("fields", [{"z_loss": 0.01}, {"z_loss": 0.01, "loss_chunk_tokens": 24}, {}], ids=str)
+def test_the_loss_of_a_step_is_that_of_the_configuration(
+    fields, tmp_path, train_toy, read_run, toy_recipe, toy_shards, model_config
+):
+    train_toy(tmp_path, steps=1, **fields)
+    (line,), _ = read_run(tmp_path)
+    training, model = toy_recipe.training, build_model(model_config(), seed=0).train()
+    rows = {"context_stages": training.context_stages, "retrieval": training.retrieval}
+    batch = next(Loader(toy_shards, batch_tokens=256, seed=0, **rows))
+    logits, targets = model(input_ids=batch.input_ids).logits.double().flatten(0, 1), batch.targets.flatten()
+    squares = logits.logsumexp(-1).square()[targets != -100].mean()
+    expected = F.cross_entropy(logits, targets) + fields.get("z_loss", 0) * squares
+    assert line["loss_nats"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_bf16_trains_with_fp32_weights(tmp_path, train_toy, read_run):
