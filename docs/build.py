@@ -21,7 +21,7 @@ from difftransformer import __version__
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-LIBRARY = ("ops", "attention", "model", "families", "hub", "data", "train")
+LIBRARY = ("ops", "attention", "model", "families", "hub", "data", "train", "errors")
 LABORATORY = ("evals", "studies", "report", "bench", "results")
 PACKAGES = (*(f"difftransformer.{name}" for name in LIBRARY), *(f"difftransformer_lab.{name}" for name in LABORATORY))
 # Modules whose public names are documented on their package's page, and which the package itself does not import.
@@ -33,8 +33,9 @@ ENTRY = re.compile(r"^( *)- \[([^\]]+)\]\(([^)#]+\.(?:md|ipynb))\)", re.MULTILIN
 
 
 def public_names(package: str) -> list[str]:
-    """Names that a package imports from its own modules or defines in its `__init__.py`: its public names."""
-    tree = ast.parse((ROOT / "src" / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
+    """Names that a package imports from its own modules or defines in its `__init__.py`, or a module in its file."""
+    place = ROOT / "src" / package.replace(".", "/")
+    tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text(encoding="utf-8"))
     blocks = [tree, *(node for node in tree.body if isinstance(node, ast.If))]
     found = set()
     for node in (node for block in blocks for node in block.body):

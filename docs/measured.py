@@ -314,7 +314,8 @@ def choice_tables(timed: Bench, upcycled: Studied, studies: Sequence[Studied]) -
         recalls.append([f"`{kind}`", *studied_cells(recalled, kind, recall)])
     sizes = ", ".join(dict.fromkeys(row.shape["model"] for row in timed.rows))
     time_notes = [
-        f"Over softmax attention at equal parameters, smallest to largest of {sizes} in fp32 and bf16. {circumstances(timed)}"
+        f"Times relative to softmax attention at equal parameters: the range over {sizes} parameters, "
+        f"in fp32 and bf16. {circumstances(timed)}"
     ]
     notes = [
         *studied_notes(trained),

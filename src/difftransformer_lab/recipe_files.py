@@ -41,7 +41,7 @@ def read_recipe(path: Path | str) -> dict[str, Any]:
 def check_name(name: str) -> None:
     """Raise a ConfigError unless a recipe's name can name folders."""
     if not name.strip() or not is_plain_name(name) or not name.isprintable():
-        raise ConfigError(f"name: {short(name)} names folders; use letters, digits, points, hyphens and spaces")
+        raise ConfigError(f"name: {short(name)} names folders; use letters, digits, spaces and _ . -")
 
 
 def read_mapping(path: Path | str, shipped: dict[str, Path], expected: str) -> dict[str, Any]:

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from difftransformer.attention import VARIANTS, DifferentialAttention, HeadLayout, RMSNorm, SoftmaxAttention, variant
+from difftransformer.attention import (
+    VARIANTS,
+    DifferentialAttention,
+    GroupedDifferentialAttention,
+    HeadLayout,
+    RMSNorm,
+    SoftmaxAttention,
+    variant,
+)
 from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.ops.rotary import inverse_frequencies, rotary_tables
 from tests.support import fresh
@@ -141,6 +149,10 @@ class TestRefused:
             "num_heads=4 is not a multiple of num_key_value_heads=3",
         ),
         "width": (lambda: DifferentialAttention(128, 3), "embed_dim=128 does not divide among num_heads=3 heads"),
+        "width of signal and noise heads": (
+            lambda: GroupedDifferentialAttention(100, 12),
+            "embed_dim=100 does not divide among num_heads=12 and num_noise_heads=3 heads",
+        ),
         "odd width": (lambda: DifferentialAttention(30, 3), "head_dim=5 is odd"),
         "no heads": (
             lambda: HeadLayout(

@@ -88,6 +88,7 @@ def test_version(capsys):
 
 def test_unknown_command(fails):
     assert "difftransformer trian: no such command; did you mean train?" in fails("trian")
+    assert "difftransformer check: no such command; choose check causality" in fails("check", "future", "demo")
     assert "difftransformer eval_needle: no such command; did you mean eval needle?" in fails("eval_needle")
     assert "choose one of demo, compare, study, report, train," in fails("zzz")
     assert "no task, suite or model 'needl'; did you mean needle?" in fails("eval", "needl", "model")

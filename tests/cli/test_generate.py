@@ -228,7 +228,7 @@ def test_wrong_prompts(saved, fails, tmp_path, monkeypatch):
     folder = saved()
     assert "the prompt is empty" in fails(folder, "")
     assert "the prompt is empty" in fails(folder, " \n")
-    assert "nowhere.txt" in fails(folder, "--prompt-file", "nowhere.txt")
+    assert "--prompt-file nowhere.txt: No such file or directory; give" in fails(folder, "--prompt-file", "nowhere.txt")
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfer")
     assert "latin.txt: not UTF-8" in fails(folder, "--prompt-file", tmp_path / "latin.txt")
     assert "the prompt: not UTF-8" in fails(folder, "gr\udcf6")

@@ -140,24 +140,25 @@ def test_the_share_of_retrieved_needles(studies):
 
 
 def test_recall_among_noise(studies):
-    evidence = studies["noise-laptop"]
-    (figure,) = [one for one in evidence.index.figures if one.label == "right answers during training"]
-    number = r"([\d.]+\d)"
-    said = re.search(
-        rf"Without noise DIFF answers {number} of the questions during training, V2 {number}, the Transformer {number} and "
-        rf"wide heads {number}\. With 60 % noise it is {number}, {number}, {number} and {number}\.",
-        text_of("docs/retrieval.md"),
+    evidence, page = studies["noise-laptop"], text_of("docs/retrieval.md")
+    during, at_end = (
+        next(one for one in evidence.index.figures if one.label == f"right answers {when}")
+        for when in ("during training", "at the end")
     )
-    arms = [(arm, (share,)) for share in ("0", "0.6") for arm in ("diff", "v2", "twin", "wide")]
-    for (arm, point), mean in zip(arms, said.groups(), strict=True):
-        runs = evidence.at(arm, point).values()
-        assert len(runs) == 20
-        assert f"{fmean(figure_of(run, figure) for run in runs):.2f}" == mean
-    _, _, _, _, diff, v2, twin, _ = said.groups()
-    assert f"with 60 % noise it answers {diff}, V2 {v2} and the Transformer {twin}" in text_of("docs/findings.md")
-    assert f"with 60 % noise it answers {diff} of the questions, `diff_v2` {v2} and the Transformer {twin}" in text_of(
-        "docs/choose.md"
+    columns, shares = [(during, "0"), (during, "0.6"), (at_end, "0"), (at_end, "0.6")], {}
+    for arm, name in (("diff", "DIFF"), ("v2", "V2"), ("twin", "Transformer"), ("wide", "wide heads")):
+        for figure, noise in columns:
+            runs = evidence.at(arm, (noise,)).values()
+            assert len(runs) == 20
+            shares[arm, figure.label, noise] = f"{fmean(figure_of(run, figure) for run in runs):.2f}"
+        assert f"| {name} | {' | '.join(shares[arm, figure.label, noise] for figure, noise in columns)} |" in page
+    (diff, v2, twin), ends = (
+        [shares[arm, figure.label, "0.6"] for arm in ("diff", "v2", "twin")] for figure in (during, at_end)
     )
+    end = f"and the Transformer {twin}{{}} at the end {ends[0]}, {ends[1]} and {ends[2]}"
+    assert f"DIFF answers {diff} on average over training, V2 {v2} {end.format(', and')}" in text_of("docs/findings.md")
+    answered = f"it answers {diff} of the questions on average over training, `diff_v2` {v2}"
+    assert f"{answered} {end.format(';')}" in text_of("docs/choose.md")
 
     def steps(arm, share):
         curves = [run.curves["validation_accuracy"] for run in evidence.at(arm, (share,)).values()]
@@ -165,9 +166,9 @@ def test_recall_among_noise(studies):
         return [min(found, default=inf) for found in reached]
 
     words = re.search(
-        r"Half of DIFF's runs give 90 % right answers within (\d+) of the 1,200 steps without noise and within (\d+) with it, "
+        r"half of its runs give 90 % right answers within (\d+) of the 1,200 steps, and within (\d+) with noise, "
         r"where (\d+) of the Transformer's 20 never do",
-        text_of("docs/retrieval.md"),
+        page,
     )
     found = (median(steps("diff", "0")), median(steps("diff", "0.6")), steps("twin", "0.6").count(inf))
     assert found == tuple(map(int, words.groups()))

@@ -112,18 +112,21 @@ class PlainLayer:
         return self.read(name).unflatten(0, (heads, 1, -1)).expand(-1, 2, -1, -1).flatten(0, 2)
 
 
-def head_width(embed_dim: int, num_heads: int, maps: int = 1) -> int:
-    """Return the width of a map where the heads divide a layer's width.
+def head_width(embed_dim: int, num_heads: int, maps: int = 1, *, num_noise_heads: int = 0) -> int:
+    """Return the width of a map where the heads, and the noise heads beside them, divide a layer's width.
 
     Raises:
         ConfigError: They do not divide it.
     """
-    if num_heads < 1 or embed_dim % (num_heads * maps):
+    parts = num_heads * maps + num_noise_heads
+    if num_heads < 1 or num_noise_heads < 0 or embed_dim % parts:
         each = f", which have {maps} maps each" if maps > 1 else ""
+        noise = f" and num_noise_heads={num_noise_heads}" if num_noise_heads else ""
         raise ConfigError(
-            f"embed_dim={embed_dim} does not divide among num_heads={num_heads} heads{each}; change one of them or set head_dim"
+            f"embed_dim={embed_dim} does not divide among num_heads={num_heads}{noise} heads{each}; change one of them or set "
+            "head_dim"
         )
-    return embed_dim // (num_heads * maps)
+    return embed_dim // parts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,22 @@ class DifferentialAttention(Differential):
     Two heads of the same-size Transformer make one, with a value of 2 D, so the number of parameters is equal except for
     lambda and the gain. lambda is one number for each layer, shared by the heads, and may leave (0, 1). `DifferentialOptions`
     has all that can be chosen otherwise.
+
+    Args:
+        embed_dim: M, width of the hidden states.
+        num_heads: H, differential heads, half as many as the twin has.
+        num_key_value_heads: Differential key/value heads; None means num_heads.
+        head_dim: D, width of one map; None means embed_dim / (2 H).
+        value_head_dim: E; None means 2 D.
+        layer_index: Index of the layer in the model, from 0; sets lambda_init.
+        head_norm_eps: eps of the headwise norm.
+        backend: The op's backend, or "auto".
+        options: Choices that differ from the variant's `defaults`.
+        qk_norm: Whether the query and the key of each map are normalised, as in Qwen3.
+        qk_norm_eps: eps of these norms.
+
+    Raises:
+        ConfigError: The heads do not divide embed_dim, or the key/value heads do not divide the heads.
     """
 
     name: ClassVar[str] = "diff"

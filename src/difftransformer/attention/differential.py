@@ -105,19 +105,9 @@ class Differential(NormedAttention):
     A model's configuration may set num_differential_heads and num_differential_key_value_heads, where they do not follow from
     the Transformer's heads, and value_head_dim, head_norm_eps and the fields of `DifferentialOptions`.
 
-    Args:
-        embed_dim: M, width of the hidden states.
-        num_heads: H, differential heads.
-        num_key_value_heads: Differential key/value heads; None means num_heads.
-        head_dim: D, width of one map; None means embed_dim / (num_heads * twin_heads).
-        value_head_dim: E; None means twin_heads * D.
-        layer_index: Index of the layer in the model, from 0; sets lambda_init.
-        head_norm_eps: eps of the headwise norm.
-        backend: The op's backend, or "auto".
-        options: Choices that differ from the variant's `defaults`.
-        qk_norm: Whether the query and the key of each map are normalised, as in Qwen3.
-        qk_norm_eps: eps of these norms.
-        **more: Further arguments of the variant's `heads`.
+    Arguments are those of `DifferentialAttention`, and further ones of the variant's `heads`. For a variant in which
+    `twin_heads` heads of the Transformer make one, head_dim None means embed_dim / (H twin_heads), and value_head_dim None
+    twin_heads D.
     """
 
     config_options: ClassVar[dict[str, Option]] = {

@@ -41,7 +41,8 @@ class DifferentialEncoderLayer(nn.Module):
         **options: Options of the attention type, as in a model's configuration.
 
     Raises:
-        ConfigError: the heads do not divide d_model, or the attention type cannot have them or has no such option.
+        ConfigError: The heads do not divide d_model, or the attention type cannot have them, has no such option or not such a
+            value of it, or the activation is unknown.
     """
 
     def __init__(

@@ -65,7 +65,18 @@ class GroupedDifferentialAttention(SharedNoise):
     T positions long, is copied to each of these heads. Where G divides N, as in Motif's models, keys and values go to the op as
     they are cached, without a copy. With more key/value heads than noise heads (without grouped keys, for example), each call
     copies K, V and the repeated noise keys, S positions long. The cache holds nothing twice.
-    num_key_value_heads None means num_heads, and value_head_dim None 2 D. The other arguments are those of `SharedNoise`.
+
+    Args:
+        embed_dim: M, width of the hidden states.
+        num_heads: H, signal heads.
+        num_noise_heads: N, noise heads; H is a multiple of it. None means a fourth of H, or a third where 4 does not divide.
+        num_key_value_heads: G; None means H.
+        head_dim: D, width of one map; None means embed_dim / (H + N).
+        value_head_dim: E; None means 2 D.
+        **others: As in `DifferentialAttention`. Norms of queries and keys are those of noise heads too.
+
+    Raises:
+        ConfigError: The heads do not divide embed_dim or into whole groups, or the variant does not have an option.
     """
 
     layout: GroupedLayout

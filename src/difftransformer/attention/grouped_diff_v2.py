@@ -60,7 +60,8 @@ class GroupedDifferentialAttentionV2(SharedNoise):
     Args:
         output_gate: Whether to scale the heads by sigmoid(X W_G).
 
-    num_key_value_heads None means N, and value_head_dim None D. The other arguments are those of `SharedNoise`.
+    num_key_value_heads None means N, and value_head_dim None D. The other arguments are those of
+    `GroupedDifferentialAttention`.
     """
 
     layout: GatedLayout

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import AttentionConfig, HeadLayout, Option
+from .base import AttentionConfig, HeadLayout, Option, head_width
 from .differential import Differential, DifferentialOptions
 
 SIGNAL_HEADS_PER_NOISE_HEAD = (4, 3)  # among the best ratios of arXiv:2510.06949; Motif-2-12.7B and Motif 3 have 4
@@ -54,16 +54,7 @@ class SharedNoiseLayout(HeadLayout):
 class SharedNoise(Differential):
     """Base of the variants with noise heads. A configuration's num_attention_heads is H + N.
 
-    Args:
-        num_heads: H, signal heads.
-        num_noise_heads: N, noise heads; H is a multiple of it. None means a fourth of H, or a third where 4 does not divide.
-        num_key_value_heads: G; None leaves it to the variant.
-        head_dim: D; None means embed_dim / (H + N).
-        value_head_dim: E; None leaves it to the variant.
-        **others: As in `Differential`. Norms of queries and keys are those of noise heads too.
-
-    Raises:
-        ConfigError: heads that do not divide into whole groups, or an option that the variant does not have.
+    Arguments are those of `GroupedDifferentialAttention`, and the variant says what None means.
     """
 
     layout: SharedNoiseLayout
@@ -96,7 +87,7 @@ class SharedNoise(Differential):
                 f"shared_key={options.shared_key}: noise heads of attention_type={cls.name!r} {own}; use {shared}"
             )
         noise = _noise_of_signal(num_heads) if num_noise_heads is None else num_noise_heads
-        head_dim = head_dim or embed_dim // (num_heads + noise)
+        head_dim = head_dim or head_width(embed_dim, num_heads, num_noise_heads=noise)
         return cls.layout_class(
             num_heads=num_heads,
             num_key_value_heads=(noise if shared else num_heads) if groups is None else groups,

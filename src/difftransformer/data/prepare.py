@@ -96,7 +96,9 @@ class DataConfig:
         if not 0 < self.validation_share < 1:
             raise ConfigError(f"validation_share={self.validation_share}: give a share between 0 and 1")
         if self.tokenizer == "bpe" and self.vocab_size < BYTE_VOCABULARY:
-            raise ConfigError(f"vocab_size={self.vocab_size}: a byte-level BPE has at least {BYTE_VOCABULARY} tokens")
+            raise ConfigError(
+                f"vocab_size={self.vocab_size}: a byte-level BPE has at least {BYTE_VOCABULARY} tokens; give more"
+            )
         if self.needle_words < 0:
             raise ConfigError(f"needle_words={self.needle_words}: give 0 or more")
         for source, count in Counter(one.source for one in self.mixture).items():

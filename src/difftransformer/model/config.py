@@ -82,6 +82,8 @@ class DiffTransformerConfig(PreTrainedConfig):
         mimetic_attention: Whether attention starts as a lookup of like tokens (`Attention.mimetic_key`), from which small
             models learn retrieval in far fewer steps. It is the same for every attention type.
         tie_word_embeddings: Whether the output layer is the embedding.
+        pad_token_id, bos_token_id, eos_token_id: Ids of the tokens that pad, begin and end a text, as in transformers; None for
+            none.
         use_cache: Whether generation keeps keys and values.
         attn_backend: Backend of the attention op: "auto" or a name that `difftransformer info backends` lists.
         attention_dropout: Must be 0: the paper uses none, and a fused map cannot drop weights.
@@ -253,7 +255,11 @@ class DiffTransformerConfig(PreTrainedConfig):
         return self.attention.layout_of(self)
 
     def twin(self, attention_type: str = "softmax") -> Self:
-        """Return the same model with another attention type: equal width, depth, MLP and initialisation."""
+        """Return the configuration of the same model with another attention type: equal width, depth, MLP and initialization.
+
+        Raises:
+            ConfigError: The heads do not fit that type.
+        """
         twin = copy.deepcopy(self)
         twin.attention_type = attention_type
         twin.head_layout()

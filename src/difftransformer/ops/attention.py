@@ -240,9 +240,14 @@ def max_logits(
         query: (B, H, T, 2D); (B, H, T, D) for one map.
         key: (B, G, S, 2D) or (B, G, S, D).
         num_maps: 2 for differential attention, 1 for ordinary attention.
+        scale: What multiplies the logits; None means 1 / sqrt(D).
 
     Returns:
         (num_maps, H) in fp32 (float64 for float64 inputs), -inf for a head none of whose queries may attend to a key.
+
+    Raises:
+        ConfigError: num_maps is neither 1 nor 2, or restrictions that exclude each other.
+        ShapeError: A shape contradicts another.
     """
     if num_maps not in (1, 2):
         raise ConfigError(

@@ -126,6 +126,8 @@ def _prompt(prompt: str | None, prompt_file: str | None, example: str) -> str:
         where = prompt_file or "standard input"
         try:
             prompt = Path(prompt_file).read_text(encoding="utf-8") if prompt_file else sys.stdin.read()
+        except OSError as error:
+            raise ConfigError(f"--prompt-file {where}: {error.strerror}; give a text file") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
         prompt = prompt.removesuffix("\n")

@@ -135,7 +135,11 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     verb, rest = words[0], list(words[1:])
     several = [*task_help(), *shipped_recipes("suites")]
     if verb not in VERBS and " ".join(words[:2]) not in VERBS:
-        raise ConfigError(f"no such command{_meant(verb, VERBS, others=[f'eval {one}' for one in several])}")
+        own = [one for one in VERBS if one.startswith(f"{verb} ")]  # such as "check causality"
+        advice = (
+            f"; choose {' or '.join(own)}" if own else _meant(verb, VERBS, others=[f"eval {one}" for one in several])
+        )
+        raise ConfigError(f"no such command{advice}")
     if verb != "eval":
         return (verb, rest) if verb in VERBS else (" ".join(words[:2]), rest[1:])
     if not rest or rest[0].startswith("-"):

@@ -44,7 +44,7 @@ class ArmConfig:
         label: Name in tables and figures; the arm's own name by default.
         about: What it is, in a sentence.
         seeds: Number of seeds, where it is not the study's.
-        upcycle: What the study's source becomes in this arm, such as "diff" (see `convert.upcycle_folder`).
+        upcycle: What the study's source becomes in this arm, such as "diff" (see `families.upcycle_folder`).
         set: Values of the recipe by dotted key, such as `model.attention_type: diff`.
     """
 

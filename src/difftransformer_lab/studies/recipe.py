@@ -102,7 +102,9 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         if not 2 <= len(set(self.models)) == len(self.models):
-            raise ConfigError(f"models={self.models}: name two or more attention types, the one to compare with last")
+            raise ConfigError(
+                f"models={self.models}: name two or more attention types, each once, and last the one to compare with"
+            )
         for name in self.fields:
             if name not in self.models:
                 raise ConfigError(f"fields.{name}: {unknown_key(name, self.models)}")
