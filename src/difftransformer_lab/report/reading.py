@@ -118,7 +118,7 @@ def find_studies(path: Path | str) -> list[Path]:
         return [path]
     if (path / "results.json").exists():
         return [path / "results.json"]
-    files = sorted({*path.glob("*.json"), *path.glob("*/*.json")})
+    files = sorted({*path.glob("*.json"), *path.glob("*/*.json")}, key=lambda one: (one.parent, one.stem))
     return [one for one in files if one.parent.name != "runs" and read_document(one)[0] == "study"]
 
 
