@@ -250,6 +250,21 @@ def test_effective_trials_of_few_documents_have_the_width_of_student_t() -> None
     assert effective_trials(right, [10] * 10) == pytest.approx(expected, rel=1e-3)
 
 
+def test_items_that_all_differ_alike_have_the_p_value_of_items_of_another_kind() -> None:
+    """Were the mean zero, a share m / (1 + m) of items had to differ by -1, and none of n items did."""
+    found = item_difference([3.0] * 5, [1.0] * 5, [4.0] * 5, seed=0)
+    share = 0.5 / (1 + 0.5)
+    assert found.mean == pytest.approx(0.5)
+    assert found.p_value == pytest.approx(scipy.stats.binom(5, share).pmf(0))
+
+
+def test_a_difference_of_shares_has_no_interval_beyond_one() -> None:
+    found = item_difference([10.0, 10.0, 9.0, 10.0], [0.0, 0.0, 1.0, 0.0], [10.0] * 4, seed=0)
+    assert found.mean == pytest.approx(38 / 40)
+    assert found.low < found.mean < found.high == 1
+    assert item_difference([1.0, 0.0, 0.0, 0.0], [10.0, 9.0, 10.0, 10.0], [10.0] * 4, seed=0).low == -1
+
+
 def test_each_model_has_weights_of_its_own() -> None:
     a, b, a_tokens, b_tokens = [10.0, 40.0, 5.0], [12.0, 44.5, 5.0], [10.0, 20.0, 5.0], [8.0, 25.0, 6.0]
     assert item_difference(a, b, a_tokens, b_tokens, seed=3).mean == pytest.approx(55 / 35 - 61.5 / 39)

@@ -33,6 +33,14 @@ def test_starts_as_the_transformer(chosen, dtype):
     torch.testing.assert_close(layer(hidden)[0], plain(hidden)[0], rtol=0, atol=0)
 
 
+def test_the_order_in_which_heads_are_named_is_of_no_matter():
+    one, other = layer_of((0, 2, 3)), layer_of((3, 0, 2))
+    torch.nn.init.normal_(one.dex_lambda)
+    torch.nn.init.normal_(one.dex_proj)
+    other.load_state_dict(one.state_dict())
+    torch.testing.assert_close(other(hidden_of()), one(hidden_of()))
+
+
 @pytest.mark.parametrize(("chosen", "qk_norm"), [*((chosen, False) for chosen in CHOSEN), ((0, 3), True)])
 def test_equals_the_equation(chosen, qk_norm):
     """Head by head, with the plain layer's heads taken before its output projection; gradients by autograd of the formula."""

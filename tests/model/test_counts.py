@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM, DiffTransformerForMaskedLM
 from difftransformer.errors import ConfigError
 from difftransformer.model import PRESETS, count, matching_width, preset, weights_and_kv_bytes
 from tests.support.tiny_models import tiny, tiny_config, tokens
@@ -132,15 +132,19 @@ class TestFlops:
             {"attention_type": "softmax"},
             {"attention_type": "grouped_diff", "value_head_dim": 12},
             {"attention_type": "dex", "dex_heads": [[0, 1, 3]] * 2},
+            {"is_causal": False},
         ],
     )
     def test_against_torchs_counter(self, fields):
         """Torch counts matrix products only, as the formula does, but the reference backend forms whole maps.
 
-        The formula counts the half that a causal model needs; the rest of the maps is added here.
+        The formula counts the half that a causal model needs, and all of what others need; the rest of the maps is added here.
         """
         batch, length = 2, 24
-        model = tiny(implementation="eager", **fields).train()
+        if fields.get("is_causal", True):
+            model = tiny(implementation="eager", **fields).train()
+        else:
+            model = DiffTransformerForMaskedLM(tiny_config(attn_backend="reference", **fields))
         config = model.config
         ids = tokens(batch, length)
         with FlopCounterMode(display=False) as forward:
@@ -158,7 +162,7 @@ class TestFlops:
             heads = hidden * 3 // 4  # three signal heads form a noise head's map each
             value = heads * fields["value_head_dim"]
         per_pair = 2 * (heads * maps * d + value)
-        never_seen = length * length - length * (length + 1) // 2
+        never_seen = length * length - length * (length + 1) // 2 if config.is_causal else 0
         expected = batch * (length * counts.forward_flops_per_token + layers * never_seen * per_pair)
         assert forward.get_total_flops() == expected
         assert backward.get_total_flops() == 2 * expected

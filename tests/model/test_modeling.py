@@ -296,6 +296,18 @@ class TestPackedDocuments:
             assert_close(out[0, real], expected[0], use_cache)
             assert_close(out[1], expected[1], use_cache)
 
+    @pytest.mark.parametrize("use_cache", [False, True])
+    def test_with_a_token_left_out_inside_a_document(self, use_cache):
+        model, ids, mask = tiny(), tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+        mask[0, 2] = 0
+        out = logits(model, ids, position_ids=restarting(5, 7).expand(2, 12), attention_mask=mask, use_cache=use_cache)
+        allowed = causal(5) & (torch.arange(5) != 2)
+        for row, allows in zip((0, 1), (allowed, causal(5)), strict=True):
+            first, second = ids[row : row + 1].split((5, 7), 1)
+            real = mask[row, :5].bool()
+            assert_close(out[row, :5][real], expected_logits(model, first, allowed=allows)[0, real], row)
+            assert_close(out[row, 5:], expected_logits(model, second)[0], row)
+
     @pytest.mark.parametrize("kind", TYPES)
     def test_cumulative_lengths(self, kind):
         model, ids, documents = tiny(attention_type=kind), tokens(1, 12), self.DOCUMENTS[0]

@@ -211,6 +211,11 @@ def test_log_odds_and_logs():
         for k, m in zip(counts["diff"], counts["softmax"], strict=True)
     ]
     assert list(found.values.values()) == pytest.approx(expected)
+    few = confirming(lambda arm, _, at: counts[arm][at - 2000] / 100, [odds], seeds=5, figure=SHARE)
+    for run in (run for by_seed in few.runs.values() for run in by_seed.values()):
+        run.figures[0] = dataclasses.replace(run.figures[0], n=40)
+    (found,) = findings(few)
+    assert found.values[2001] == pytest.approx(math.log((36 + 0.5) / (4 + 0.5) * (38 + 0.5) / (2 + 0.5)))
     values = drawn({"diff": 1.0})
     (found,) = findings(confirming(values, [contrast(scale="log")]))
     assert found.values[2000] == pytest.approx(math.log(values("diff", (), 2000) / values("softmax", (), 2000)))

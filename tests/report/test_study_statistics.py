@@ -247,7 +247,25 @@ def test_the_planted_share_of_parameters_is_found():
     assert [need.fit.outside for need in by_size] == [True, False, False, False]
     worse = scaling_of(scaling_study(np.random.default_rng(0), factor=1 / 1.6, noise=0.0))
     assert worse.needs[3].raw.share == math.inf
+    assert [need.fit.outside for need in worse.needs[:4]] == [False, False, False, True]
     assert not any("rises" in one.text for one in scaling_answers(evidence, scaling))
+
+
+def test_intervals_of_a_share_are_of_the_bootstrap_of_residuals():
+    """With two seeds, whose residuals are half as far apart as their draws; here by numpy's own interpolation."""
+    evidence = scaling_study(np.random.default_rng(2), seeds=2, noise=0.008)
+    need = [one for one in scaling_of(evidence).needs if one.axis.name == "size"][-1]
+    runs = [[evidence.at(arm, (size, "many")) for arm in ("diff", "softmax")] for size in SIZES.values]
+    losses = np.array([[[figure_of(one[seed], LOSS) for one in arms] for seed in (0, 1)] for arms in runs])
+    means = losses.mean(1)
+    pool = ((losses - means[:, None]) * math.sqrt(2)).reshape(-1, 2)
+    rng, logs, shares = np.random.default_rng(7), np.log(SIZES.numbers), []
+    for _ in range(20_000):
+        drawn = means + pool[rng.integers(len(pool), size=(4, 2))].mean(1)
+        assert (np.diff(drawn[:, 0]) < 0).all()
+        shares.append(np.exp(np.interp(-drawn[-1, 1], -drawn[:, 0], logs) - logs[-1]))
+    expected = np.quantile(shares, [0.025, 0.975])
+    assert [need.raw.low, need.raw.high] == pytest.approx(expected, abs=0.05 * (expected[1] - expected[0]))
 
 
 def test_the_brief_answer_is_about_the_first_arm():

@@ -143,7 +143,8 @@ def test_accuracy_on_examples(toy_recipe, windows):
         asked.append(ids)
         return predicted
 
-    found = scored(Predictor(34, predict), shards, training)[0]
+    found, nll_nats = scored(Predictor(34, predict), shards, training)
+    assert nll_nats == pytest.approx(math.log(math.e + 33) - found, rel=1e-5)  # a logit of 1 among others of 0
     held = draw_examples(synthetic_task("synthetic:mqar", options), 0, training=False)
     values = [value for one in held for value in one.targets.ravel().tolist() if value != -100]
     assert len(values) == 40 * 2 + 30 * 4

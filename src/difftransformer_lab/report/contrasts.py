@@ -141,7 +141,7 @@ def _in_sequence(evidence: Evidence, contrasts: list[Contrast]) -> list[Finding]
     findings, is_open = [], True
     for contrast in contrasts:
         one = _tested(evidence, contrast, is_due=is_open)
-        is_open = is_open and one.state in DECIDED
+        is_open = one.state in DECIDED  # and so were those before it
         findings.append(one)
     return findings
 
