@@ -114,7 +114,7 @@ def test_notebooks_have_been_run(pages):
 
 
 def public_names(package):
-    """Public names as Python itself gives them: `__all__`, or else what the package's own modules define."""
+    """Public names as Python itself gives them: `__all__`, or else what the package's own modules or the module define."""
     module = importlib.import_module(package)
     if hasattr(module, "__all__"):
         return set(module.__all__)
@@ -122,7 +122,7 @@ def public_names(package):
     return {
         name
         for name, thing in vars(module).items()
-        if not name.startswith("_") and getattr(thing, "__module__", "").startswith(own)
+        if not name.startswith("_") and f"{getattr(thing, '__module__', '')}.".startswith(own)
     }
 
 
