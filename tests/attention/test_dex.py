@@ -35,6 +35,7 @@ def test_starts_as_the_transformer(chosen, dtype):
 
 def test_the_order_in_which_heads_are_named_is_of_no_matter():
     one, other = layer_of((0, 2, 3)), layer_of((3, 0, 2))
+    assert other.dex_heads == (0, 2, 3)  # the order of its lambdas
     torch.nn.init.normal_(one.dex_lambda)
     torch.nn.init.normal_(one.dex_proj)
     other.load_state_dict(one.state_dict())

@@ -159,6 +159,8 @@ def test_recall_among_noise(studies):
     assert f"DIFF answers {diff} on average over training, V2 {v2} {end.format(', and')}" in text_of("docs/findings.md")
     answered = f"it answers {diff} of the questions on average over training, `diff_v2` {v2}"
     assert f"{answered} {end.format(';')}" in text_of("docs/choose.md")
+    sizes = {f"{run.parameters / 1e6:.2f}M" for *_, run in evidence.every_run()}
+    assert [f"At {size} parameters DIFF's lead in recall" in text_of("README.md") for size in sizes] == [True]
 
     def steps(arm, share):
         curves = [run.curves["validation_accuracy"] for run in evidence.at(arm, (share,)).values()]

@@ -252,7 +252,7 @@ def test_the_planted_share_of_parameters_is_found():
 
 
 def test_intervals_of_a_share_are_of_the_bootstrap_of_residuals():
-    """With two seeds, whose residuals are half as far apart as their draws; here by numpy's own interpolation."""
+    """Of two seeds, whose residuals are smaller than their noise by the square root of 2; here with numpy's interpolation."""
     evidence = scaling_study(np.random.default_rng(2), seeds=2, noise=0.008)
     need = [one for one in scaling_of(evidence).needs if one.axis.name == "size"][-1]
     runs = [[evidence.at(arm, (size, "many")) for arm in ("diff", "softmax")] for size in SIZES.values]

@@ -18,6 +18,7 @@ from difftransformer.train.optim import build_optimizer, learning_rate
 from difftransformer.train.parallel import Mesh
 from difftransformer.train.trainer import recompute_activations, validate
 from tests.families.test_families import source_model, upcycled
+from tests.support.cases import needs_kernels
 
 
 @pytest.mark.parametrize(
@@ -251,6 +252,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path, train_toy, read_run, p
         assert b["loss_nats"] == pytest.approx(a["loss_nats"], abs=1e-6)
 
 
+@needs_kernels  # of which each call is one operation
 @pytest.mark.parametrize(("how", "again"), [(True, "all"), ("selective", "neither product nor attention")])
 def test_what_is_computed_again(how, again, toy_recipe, model_config):
     """In the operations of a step: the layers' products once more, or none, and attention as often."""

@@ -63,8 +63,8 @@ def upcycle_folder(
     Args:
         source: A folder with config.json and safetensors.
         target: The folder to make. It may exist if it is empty.
-        to: "diff", "diff_v2", "grouped_diff", "grouped_diff_v2" or "dex"; "softmax" for the plain model in this
-            package's layout; "softmax+diff" for the plain model with MLPs wider by as many parameters as "diff" adds.
+        to: A variant that has `can_upcycle`, such as "diff" or "dex"; "softmax" is the plain model in this package's layout,
+            and "softmax+diff" the plain model with MLPs wider by as many parameters as "diff" adds.
         head_norm: "none" or None: a headwise norm could not keep the function.
         seed: Seed of the random draws.
         **options: Options of the attention type, such as dex_heads for "dex".

@@ -189,9 +189,8 @@ class DiffTransformerConfig(PreTrainedConfig):
             raise ConfigError(
                 f"attention_dropout={self.attention_dropout}: differential attention has no dropout on its maps; set 0"
             )
-        if (
-            self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size
-        ):  # -1 as in Llama
+        # A negative one counts from the end, such as Llama's -1.
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ConfigError(
                 f"pad_token_id={self.pad_token_id}: the vocabulary has {self.vocab_size} tokens; give one of them or None"
             )

@@ -123,11 +123,11 @@ def _prompt(prompt: str | None, prompt_file: str | None, example: str) -> str:
     if prompt is None:
         if prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
             raise ConfigError(f"no prompt: give it after the model{example}, with --prompt-file, or on standard input")
-        where = prompt_file or "standard input"
+        where = f"--prompt-file {prompt_file}" if prompt_file else "standard input"
         try:
             prompt = Path(prompt_file).read_text(encoding="utf-8") if prompt_file else sys.stdin.read()
         except OSError as error:
-            raise ConfigError(f"--prompt-file {where}: {error.strerror}; give a text file") from None
+            raise ConfigError(f"{where}: {error.strerror}; give a text file") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
         prompt = prompt.removesuffix("\n")

@@ -223,7 +223,7 @@ ITEM_WORDS = (
 def interval_words(evidence: Evidence) -> str:
     if not evidence.index.plan and evidence.has_one_seed:
         return ITEM_WORDS
-    words = "Brackets: 95 % Student t intervals over seeds, not corrected for their number. "
+    words = "Brackets: 95 % Student t intervals over seeds, not corrected for the number of comparisons. "
     words += "Among many, some exclude zero (*) by chance; "
     confirm = "a study with a plan must confirm what they suggest."
     words += "only the contrasts of the plan are decided." if evidence.index.plan else confirm
