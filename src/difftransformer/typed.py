@@ -9,7 +9,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from .errors import DiffTransformerError
@@ -58,9 +58,9 @@ def build(cls: type[T], value: Any, *, source: str, error: type[DiffTransformerE
     return _Builder(source, error).build(cls, value, key)
 
 
-def unknown_key(name: str, allowed: Collection[str]) -> str:
-    """Return the error message for a key that is not among the allowed ones."""
-    near = difflib.get_close_matches(name, allowed, n=1)
+def unknown_key(name: str, allowed: Collection[str], nested: Sequence[str] = ()) -> str:
+    """Return the error message for a key that is not among the allowed ones; `nested` are keys of its parts."""
+    near = difflib.get_close_matches(name, allowed, n=1) or nested
     return f"unknown key; {f'did you mean {near[0]}? ' if near else ''}allowed: {', '.join(allowed)}"
 
 
@@ -127,7 +127,7 @@ class _Builder:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name in value:
             if name not in fields:
-                raise self.fail(_join(key, name), unknown_key(str(name), fields))
+                raise self.fail(_join(key, name), unknown_key(str(name), fields, list(_nested(cls, str(name)))))
         for name, field in fields.items():
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and name not in value:
@@ -142,6 +142,14 @@ class _Builder:
         if not isinstance(value, (list, tuple)):
             raise self.fail(key, f"expected a list, got {short(value)}")
         return list(value)
+
+
+def _nested(cls: type, name: str) -> Iterator[str]:
+    """Yield the dotted keys that end with a name, in the parts of a dataclass."""
+    for part, annotation in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+            own = (field.name for field in dataclasses.fields(annotation) if field.name == name)
+            yield from (f"{part}.{key}" for key in (*own, *_nested(annotation, name)))
 
 
 def _join(key: str, name: Any) -> str:

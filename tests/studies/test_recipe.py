@@ -101,6 +101,9 @@ BAD = [
     # A misspelt key, with the nearest right one.
     ("training.stepz=3", "training.stepz: unknown key; did you mean steps? allowed: steps, batch_tokens,"),
     ("trainin.steps=3", "trainin: unknown key; did you mean training?"),
+    ("steps=3", "steps: unknown key; did you mean training.steps?"),
+    ("learning_rate=0.1", "learning_rate: unknown key; did you mean training.optimizer.learning_rate?"),
+    ("training.learning_rate=0.1", "training.learning_rate: unknown key; did you mean optimizer.learning_rate?"),
     (
         "model.hidden_siz=64",
         "model.hidden_siz: unknown key; did you mean hidden_size? allowed: preset, attention_type,",

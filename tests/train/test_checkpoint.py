@@ -291,6 +291,9 @@ def test_no_checkpoint(tmp_path):
     assert checkpoints(tmp_path) == []
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         latest_checkpoint(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds an adapter without its model; merge them"):
+        latest_checkpoint(tmp_path)
 
 
 def test_latest_checkpoint_takes_a_run_or_a_checkpoint(run):

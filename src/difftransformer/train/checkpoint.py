@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..model import DiffTransformerForCausalLM
+from ..model.weights import ADAPTER_CONFIG_FILE
 from ..reading import is_plain_name, read_json
 from ..sources import find_model
 from ..typed import build
@@ -116,12 +117,16 @@ def latest_checkpoint(run: Path) -> Path:
     The name of a shipped model stands for its folder.
 
     Raises:
-        CheckpointError: There is no checkpoint.
+        CheckpointError: There is no checkpoint, or an adapter alone.
     """
     run = find_model(run)
     if (run / "config.json").is_file():
         return run
     saved = checkpoints(run)
+    if not saved and (run / ADAPTER_CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{run} holds an adapter without its model; merge them (merge_and_unload of PEFT) and save_pretrained the result"
+        )
     if not saved:
         raise CheckpointError(f"{run}: no checkpoint here; name a run with checkpoints/step-*, or a model folder")
     return saved[-1]

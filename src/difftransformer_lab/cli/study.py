@@ -87,6 +87,7 @@ def run(
 def _describe(study: "Study", at_once: int, device: str) -> int:
     import torch
 
+    from ..report.words import counted
     from ..statistics import detectable
     from ..studies import estimate
 
@@ -101,8 +102,8 @@ def _describe(study: "Study", at_once: int, device: str) -> int:
     if expected.longest is not None:
         title, longest = expected.longest
         show(
-            f"about {in_words(expected.seconds)}, {at_once} at a time with {threads} threads each, by {expected.basis}; "
-            f"the longest run, {title}, {in_words(longest)}"
+            f"about {in_words(expected.seconds)}, {at_once} at a time with {counted(threads, 'thread')} each, "
+            f"by {expected.basis}; the longest run, {title}, {in_words(longest)}"
         )
     show(
         "Smallest effect that one planned contrast shows with a probability of 0.8, in standard deviations of the differences "

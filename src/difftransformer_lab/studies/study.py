@@ -316,7 +316,7 @@ class Study:
                 keep(job)
             jobs.append(job)
         left = sum(not job.done for job in jobs)
-        logger.info("training %d runs, %d at a time with %d threads each", left, at_once, threads)
+        logger.info("training %d runs, %d at a time; threads for each: %d", left, at_once, threads)
         run_jobs(jobs, at_once=at_once, on_done=keep)
 
 
