@@ -139,6 +139,38 @@ def test_the_share_of_retrieved_needles(studies):
         assert f"{fmean(figure_of(run, figure) for run in runs):.2f}" == share
 
 
+LOSSES = {  # contrast: its state, digits, and what pages say of it
+    "effect of the start on DIFF minus Transformer": ("above", 2, {
+        "docs/findings.md": "it moves DIFF minus Transformer by {} nats a token",
+        "README.md": "{} nats a token above that of the default fan-in start",
+    }),
+    "DIFF minus Transformer, each at its best": ("below", 3, {
+        "docs/findings.md": "At 1M parameters hardly: by {} nats a token",
+        "README.md": "DIFF's loss after 1.2M tokens is lower by {} nats a token",
+        "docs/faq.md": "it does by {}, which is decided",
+        "docs/choose.md": "that of `diff` by {} (",
+    }),
+    "V2 minus Transformer, each at its best": ("below", 3, {
+        "docs/findings.md": "{} nats a token below the Transformer",
+        "README.md": "and DIFF V2's by {}.",
+        "docs/faq.md": "V2's loss is lower by {} nats a token",
+        "docs/choose.md": "its loss is lower than the Transformer's by {} nats a token",
+    }),
+    "DIFF minus Transformer, each at its best, 3M": ("within", 3, {
+        "docs/findings.md": "At 3M nothing as large as that difference was found: by {}, with an interval that contains zero",
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("contrast", LOSSES)
+def test_the_losses_of_the_start(contrast):
+    state, digits, pages = LOSSES[contrast]
+    (finding,) = (f for one in read_studies(STUDIES) for f in one.findings if f.contrast.name == contrast)
+    assert finding.state == state
+    for page, words in pages.items():
+        assert words.format(f"{abs(finding.difference.mean):.{digits}f}") in text_of(page), page
+
+
 def test_recall_among_noise(studies):
     evidence, page = studies["noise-laptop"], text_of("docs/retrieval.md")
     during, at_end = (
