@@ -333,6 +333,10 @@ def test_a_study_is_read_back_from_its_files(tmp_path):
     write_result(dataclasses.replace(evidence.index, members=members), path)
     with pytest.raises(ResultsError, match="of arm 'nobody'"):
         read_evidence(path)
+    alone = [arm for arm in evidence.index.arms if arm.name == evidence.index.reference]
+    write_result(dataclasses.replace(evidence.index, arms=alone), path)
+    with pytest.raises(ResultsError, match="is the only arm"):
+        read_evidence(path)
     write_result(dataclasses.replace(evidence.index, reference="nobody"), path)
     with pytest.raises(ResultsError, match="the reference 'nobody' is not an arm"):
         read_evidence(path)

@@ -126,6 +126,10 @@ def _check(index: StudyIndex, path: Path) -> None:
     names = [arm.name for arm in index.arms]
     if index.reference not in names:
         raise ResultsError(f"{path}: the reference {index.reference!r} is not an arm; arms are {', '.join(names)}")
+    if len(names) == 1:
+        raise ResultsError(
+            f"{path}: {names[0]!r} is the only arm, and a study compares arms; add one and write the index again"
+        )
     for member in index.members:
         known = {axis.name: axis.values for axis in index.axes}
         if member.arm not in names or member.point.keys() != known.keys():
