@@ -157,7 +157,7 @@ LOSSES = {  # contrast: its state, digits, and what pages say of it
         "docs/choose.md": "its loss is lower than the Transformer's by {} nats a token",
     }),
     "DIFF minus Transformer, each at its best, 3M": ("within", 3, {
-        "docs/findings.md": "At 3M nothing as large as that difference was found: by {}, with an interval that contains zero",
+        "docs/findings.md": "At 3M there is no effect as large as that: {}, with an interval that contains zero",
     }),
 }  # fmt: skip
 

@@ -18,12 +18,12 @@ from .tables import Table, names
 from .words import counted, listed
 
 CLAIMS_NOTE = (
-    "Only contrasts of registered plans say anything for or against a claim. Reproduced here: one is decided for it and none "
-    "against it. In part: another effect is smaller than the smallest that the plan looks for. Opposite: the other way "
-    "round. No difference as large as the paper's: the interval lies within that smallest effect. Planned: seeds are missing, "
-    "an earlier contrast is open, or the plan is not registered. In the last column, for: decided on the claim's side. Small: "
-    "decided to be smaller than the smallest effect that the plan looks for. Beside: what an effect is due to. What was only "
-    "explored decides nothing, and is left out where a contrast is decided. Nothing here says what holds at the paper's scale."
+    "Only contrasts of registered plans say anything for or against a claim; what was explored is left out where one is "
+    "decided. Reproduced here: one is decided for it and none against it. In part: another effect is smaller than the smallest "
+    "that the plan looks for. Opposite: the other way round. No difference as large as the paper's: the interval lies within "
+    "that smallest effect. Planned: seeds are missing, an earlier contrast is open, or the plan is not registered. In the last "
+    "column, for: decided on the claim's side. Small: within the smallest effect. Beside: what an effect is due to. Nothing "
+    "here says what holds at the paper's scale."
 )
 
 
