@@ -60,7 +60,7 @@ def build(cls: type[T], value: Any, *, source: str, error: type[DiffTransformerE
 
 def unknown_key(name: str, allowed: Collection[str], nested: Sequence[str] = ()) -> str:
     """Return the error message for a key that is not among the allowed ones; `nested` are keys of its parts."""
-    near = difflib.get_close_matches(name, allowed, n=1) or nested
+    near = nested or difflib.get_close_matches(name, allowed, n=1)
     return f"unknown key; {f'did you mean {near[0]}? ' if near else ''}allowed: {', '.join(allowed)}"
 
 

@@ -22,8 +22,8 @@ CLAIMS_NOTE = (
     "decided. Reproduced here: one is decided for it and none against it. In part: another effect is smaller than the smallest "
     "that the plan looks for. Opposite: the other way round. No difference as large as the paper's: the interval lies within "
     "that smallest effect. Planned: seeds are missing, an earlier contrast is open, or the plan is not registered. In the last "
-    "column, for: decided on the claim's side. Small: within the smallest effect. Beside: what an effect is due to. Nothing "
-    "here says what holds at the paper's scale."
+    "column, for: decided on the claim's side. Small: decided to be within that smallest effect. Beside: what an effect is due "
+    "to. Nothing here says what holds at the paper's scale."
 )
 
 
