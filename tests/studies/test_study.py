@@ -361,6 +361,31 @@ def test_the_learning_rate_is_chosen_on_other_seeds(design, trained, tmp_path, d
     assert {rate.arm: rate.learning_rate for rate in rates} == {"diff": 5e-3, "twin": 5e-3}
 
 
+def test_further_rates_are_tried_where_the_best_lies_at_the_edge(design, trained, tmp_path, document):
+    """Of rates so small that nothing is learned, the larger one is better, so a next one follows, as often as allowed."""
+    document["axes"] = {}
+    document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-7, 1.0e-6], "seeds": 1, "extensions": 2}
+    study = Study(design(), tmp_path / "results")
+    index = study.train(tmp_path / "out", at_once=1)
+    tried = {rate.arm: [tried for tried, _ in rate.tried] for rate in index.rates}
+    assert tried == {arm: [pytest.approx(10.0**power) for power in (-7, -6, -5, -4)] for arm in ("diff", "twin")}
+    assert index.planned == len(index.members) == 2 * 4 + 2
+    assert sum("learning rate" in title for title in trained) == 8
+    reported = [read_result(study.index_file.parent / m.file, RunRecord) for m in index.members if not m.is_tuning]
+    assert {record.recipe["training"]["optimizer"]["learning_rate"] for record in reported} == {1e-4}
+    document["presets"]["laptop"]["tuning"]["extensions"] = 0
+    assert [rate.learning_rate for rate in Study(design(), tmp_path / "results").rates()] == [1e-6, 1e-6]
+    # With a best rate inside, nothing is added.
+    document["presets"]["laptop"]["tuning"] = {
+        "learning_rates": [1.0e-7, 5.0e-3, DIVERGING],
+        "seeds": 1,
+        "extensions": 2,
+    }
+    inside = Study(design(), tmp_path / "inside")
+    inside.train(tmp_path / "inside-out", at_once=1)
+    assert [len(rate.tried) for rate in inside.rates()] == [3, 3]
+
+
 DIVERGING = 1e30
 
 

@@ -86,11 +86,14 @@ class TuningConfig:
         learning_rates: Rates that are tried. With none the recipe's rate is used.
         seeds: Number of seeds for each rate, counted from 1000. They are not those that are reported.
         per: Names of axes. A rate is chosen at each of their values, at the first value of every other axis.
+        extensions: How often an arm whose best rate lies at the edge of those tried gets one more rate beyond it, as far from
+            the edge as the edge is from the next rate (in ratio).
     """
 
     learning_rates: list[float] = field(default_factory=list)
     seeds: int = 2
     per: list[str] = field(default_factory=list)
+    extensions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,10 +333,22 @@ class Design:
 
     @cached_property
     def tuning(self) -> list[PlannedRun]:
-        """The runs that choose learning rates, none where the study tries none."""
+        """The runs that choose learning rates, before any extension; none where the study tries none."""
         tuning = self.preset.tuning
         places = itertools.product(range(tuning.seeds), self.tuned_points, tuning.learning_rates, self.arms)
-        return [self.run(arm, point, 1000 + seed, rate, is_tuning=True) for seed, point, rate, arm in places]
+        return [self._tuning_run(arm, point, seed, rate) for seed, point, rate, arm in places]
+
+    def tuning_beyond(self, chosen: ChosenRate) -> list[PlannedRun]:
+        """The runs of one more learning rate beyond a chosen one that lies at the edge of those tried; none if it does not."""
+        if not chosen.is_at_edge:
+            return []
+        tried = [rate for rate, _ in chosen.tried]
+        inner = tried[1] if chosen.learning_rate == tried[0] else tried[-2]
+        rate = float(f"{chosen.learning_rate**2 / inner:.6g}")
+        return [self._tuning_run(chosen.arm, chosen.point, seed, rate) for seed in range(self.preset.tuning.seeds)]
+
+    def _tuning_run(self, arm: str, point: Mapping[str, str], seed: int, rate: float) -> PlannedRun:
+        return self.run(arm, point, 1000 + seed, rate, is_tuning=True)
 
     def arms_in_turn(self) -> list[list[str]]:
         """Return the arms in the order in which they are tuned: those of the first contrast, what the next adds, and so on.

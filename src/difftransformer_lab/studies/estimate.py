@@ -57,6 +57,7 @@ def estimate(study: Study, *, at_once: int, threads: int, device: str = "cpu") -
     """Estimate a study's time. Until the learning rates are chosen, every run to be reported counts as missing."""
     looked_for, absent, later = study.design.tuning, "", study.design.reported()
     try:
+        looked_for = study.tuning()
         rates = study.rates()
         looked_for = [*looked_for, *study.design.reported(rates)]
         later = [] if study.design.is_tuned(rates) else later

@@ -53,6 +53,7 @@ class RunStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._found: dict[tuple[str, str], Path] = {}
+        self._records: dict[Path, RunRecord] = {}
         self._seconds: dict[tuple[str, str, str, int], list[float]] = {}
         for path in self._there():
             try:
@@ -92,6 +93,12 @@ class RunStore:
     def find(self, run: PlannedRun, data_sha256: str) -> Path | None:
         return self._found.get((run.identity, data_sha256))
 
+    def read(self, path: Path) -> RunRecord:
+        """Read a record, once: the choice of learning rates asks for those of its runs again after every run."""
+        if path not in self._records:
+            self._records[path] = read_result(path, RunRecord)
+        return self._records[path]
+
     def data_of(self, run: PlannedRun) -> set[str]:
         asked = run.identity
         return {data for known, data in self._found if known == asked}
@@ -99,6 +106,7 @@ class RunStore:
     def add(self, run: PlannedRun, record: RunRecord) -> Path:
         path = self.record_file(run, record.data_sha256)
         self._write(record, path)
+        self._records.pop(path, None)
         self._found[run.identity, record.data_sha256] = path
         self._note_time(run.kind, record)
         return path

@@ -157,6 +157,16 @@ class Study:
             data[key] = here if here in everywhere or not everywhere else min(everywhere)
         return [self.store.find(run, data[_on_same_data(run)]) for run in runs]
 
+    def tuning(self) -> list[PlannedRun]:
+        """Return the runs that choose learning rates, with those beyond the edge that `TuningConfig.extensions` asks for."""
+        runs = list(self.design.tuning)
+        for _ in range(self.design.preset.tuning.extensions):
+            beyond = [run for one in self._best(runs) for run in self.design.tuning_beyond(one)]
+            if not beyond:
+                break
+            runs += beyond
+        return runs
+
     def rates(self) -> list[ChosenRate]:
         """Return the learning rate with the best mean figure for each arm whose tuning runs are all there.
 
@@ -166,7 +176,9 @@ class Study:
         Raises:
             EvaluationError: A run diverged at every rate of an arm, or a record lacks a figure.
         """
-        runs = self.design.tuning
+        return self._best(self.tuning())
+
+    def _best(self, runs: Sequence[PlannedRun]) -> list[ChosenRate]:
         if not runs:
             return []
         files = self.files(runs)
@@ -178,7 +190,7 @@ class Study:
         for run, file in zip(runs, files, strict=True):
             if file is None or run.arm in unfinished:
                 continue
-            record = read_result(file, RunRecord)
+            record = self.store.read(file)
             values = [(figure, figure_of(record, figure)) for figure in figures]
             lacking = [figure.label for figure, value in values if value is None]
             if lacking and record.diverged_after is None:
@@ -206,13 +218,17 @@ class Study:
         return chosen
 
     def planned(self) -> int:
-        rates, design = self.rates(), self.design
-        return len(design.tuning) + len(design.reported(rates if design.is_tuned(rates) else None))
+        return self._planned(self.tuning())
+
+    def _planned(self, tuning: Sequence[PlannedRun]) -> int:
+        rates, design = self._best(tuning), self.design
+        return len(tuning) + len(design.reported(rates if design.is_tuned(rates) else None))
 
     def write_index(self, **beside: Any) -> StudyIndex:
         """Write what the study asks for and which of its runs are there, with further fields of the index."""
-        config, design, rates = self.design.config, self.design, self.rates()
-        runs = [*design.tuning, *design.reported(rates)]
+        config, design, tuning = self.design.config, self.design, self.tuning()
+        rates = self._best(tuning)
+        runs = [*tuning, *design.reported(rates)]
         members = [
             StudyMember(
                 arm=run.arm,
@@ -235,7 +251,7 @@ class Study:
             axes=self.design.described_axes(),
             figures=design.figures or self._headlines(members),
             members=members,
-            planned=self.planned(),
+            planned=self._planned(tuning),
             rates=rates,
             command=command_line() if self._alone else design.command,
             plan=None if design.plan is None else registered(design.preset.plan, design.plan),
@@ -263,7 +279,8 @@ class Study:
         """
         design = self.design
         for arms in ([], *design.arms_in_turn()):  # what needs no tuning decides soonest
-            self._train([run for run in design.tuning if run.arm in arms], folder, at_once, device)
+            while self._train([run for run in self.tuning() if run.arm in arms], folder, at_once, device):
+                pass  # until no best rate lies at an edge, or no extension is left
             self._train(design.reported(self.rates()), folder, at_once, device)
         for one in self.rates():
             if one.is_at_edge:
@@ -272,10 +289,11 @@ class Study:
                 logger.info(text, one.arm, where, one.learning_rate)
         return self.write_index()
 
-    def _train(self, runs: Sequence[PlannedRun], folder: Path, at_once: int, device: str) -> None:
+    def _train(self, runs: Sequence[PlannedRun], folder: Path, at_once: int, device: str) -> bool:
+        """Train the runs that are missing. Return whether there were any."""
         missing = {run.identity: run for run, file in zip(runs, self.files(runs), strict=True) if file is None}
         if not missing:
-            return
+            return False
         threads = max(1, torch.get_num_threads() // at_once)
         here = replace(environment(device), threads=threads)
         jobs: list[Job] = []
@@ -318,6 +336,7 @@ class Study:
         left = sum(not job.done for job in jobs)
         logger.info("training %d runs, %d at a time; threads for each: %d", left, at_once, threads)
         run_jobs(jobs, at_once=at_once, on_done=keep)
+        return True
 
 
 def _on_same_data(run: PlannedRun) -> tuple[object, ...]:
