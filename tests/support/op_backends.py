@@ -10,9 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import flex_attention as torch_flex
 
-from difftransformer.ops import differential_attention, flash, flex, normed_differential_attention, softmax_attention
+from difftransformer.ops import (
+    cudnn,
+    differential_attention,
+    flash,
+    flex,
+    normed_differential_attention,
+    softmax_attention,
+)
 from tests.support.cases import (
     EPS,
     FACTOR,
@@ -246,6 +254,28 @@ def has_flash_attn(patch):
     pytest.importorskip("flash_attn")
 
 
+def install_cudnn(patch):
+    """PyTorch's attention on the CPU in place of cuDNN, which takes fp32 and widths of one here."""
+    patch.setattr(cudnn, "_is_gpu", lambda device_type: device_type in ("cpu", "cuda"))
+    patch.setattr(cudnn, "_device", lambda: (cudnn.OLDEST, 9))
+    patch.setattr(cudnn, "_attend", F.scaled_dot_product_attention)
+    patch.setattr(cudnn, "DTYPES", (torch.float32, torch.bfloat16, torch.float16))
+    patch.setattr(cudnn, "MULTIPLE", 1)
+
+
+def has_hopper(patch):
+    has_cuda(patch)
+    if torch.cuda.get_device_capability()[0] not in cudnn.MAX_WIDTHS:
+        pytest.skip("needs Hopper or Blackwell")
+
+
+def cudnn_takes(case):
+    masks = {"attn_mask", "kv_start", "kv_lengths", "cu_seqlens", "window"} & case.kwargs.keys()
+    return (
+        not masks and case.T > 1 and case.S > 0 and case.B > 0 and (case.T == case.S or "is_causal" not in case.kwargs)
+    )
+
+
 def flash_takes(case):
     return not {"attn_mask", "kv_start"} & case.kwargs.keys()
 
@@ -273,9 +303,12 @@ TABLE = (
               takes=lambda case: case.lam is not None, differentiates=lambda case: False),
     OpBackend(name="flex", provide=flex_as_on_a_gpu, marks=(hidden_by_compile,), low=(torch.bfloat16,), times=3,
               is_heavy=True),
+    OpBackend(name="cudnn", times=3, takes=cudnn_takes, provide=install_cudnn),
     OpBackend(**FLASH, provide=install_flash),
     OpBackend(**ON_CUDA, name="triton", label="triton on CUDA",
               width_factor=lambda dtype: 1 if dtype == torch.float32 else 8),
+    OpBackend(**ON_CUDA | {"provide": has_hopper}, name="cudnn", label="cudnn on CUDA", times=3, takes=cudnn_takes,
+              width_factor=lambda dtype: 8),
     # Its products may be in TF32.
     OpBackend(**ON_CUDA, name="flex", label="flex on CUDA", times=3, tolerance=1e-3, width_factor=lambda dtype: 16),
     OpBackend(**FLASH | ON_CUDA | {"provide": has_flash_attn}, label="flash on CUDA"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from . import chunked, cpu, flash, flex, reference, sdpa, selfcheck, triton
+from . import chunked, cpu, cudnn, flash, flex, reference, sdpa, selfcheck, triton
 from .problem import LOW_PRECISION, Call, Problem
 
 logger = logging.getLogger("difftransformer")
@@ -97,6 +97,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": _backend(triton, norms=True, is_checked=True),
     "chunked": _backend(chunked, multiplies_all=True),
     "sdpa": _backend(sdpa, multiplies_all=True),
+    "cudnn": _backend(cudnn, multiplies_all=True),
     "flash": _backend(flash),
     "flex": _backend(flex, multiplies_all=True),
 }
