@@ -11,6 +11,7 @@ from difftransformer_lab.bench.models import (
     LLAMA,
     TRANSFORMER,
     TWIN,
+    V2,
     WORKS,
     ModelSize,
     build_equal_models,
@@ -23,7 +24,7 @@ from difftransformer_lab.results import Bench
 from tests.support.environment import ENVIRONMENT
 
 TINY = ModelSize({"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}, 2, 12)
-NAMES = ["DIFF", TWIN, "twin sdpa", LLAMA, *DIFFLLAMAS]
+NAMES = ["DIFF", V2, TWIN, "twin sdpa", LLAMA, *DIFFLLAMAS]
 QUICK = Settings(repeats=3, seconds=1.0, threads=1)
 
 

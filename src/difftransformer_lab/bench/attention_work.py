@@ -115,6 +115,12 @@ def pinned(name: str, dtype: Dtype, device: str) -> contextlib.AbstractContextMa
     return sdpa_kernel({"sdpa": flash, "cudnn": SDPBackend.CUDNN_ATTENTION}[name])
 
 
+def fastest_attention() -> contextlib.AbstractContextManager[None]:
+    """Let PyTorch's attention use cuDNN where that can run a call, and its own kernels elsewhere."""
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(kernels, set_priority=True)
+
+
 def _diff(backend: str, shape: AttentionShape, data: Data, is_normed: bool = False) -> Attend:
     query, key, value = _by_head(data, shape, maps=2)
     lam = torch.full((shape.heads,), LAMBDA, device=query.device)

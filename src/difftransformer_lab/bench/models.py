@@ -1,7 +1,7 @@
 """Whole models: work of models of one shape, and decoding behind a long cache by models of the same weights.
 
-The models of one shape are DIFF, its twin, transformers' Llama and DiffLlama. Decoding behind a long cache is one forward pass
-of one token, logits included, without the work of `generate` around it. It must read every weight and every cached key and
+The models of one shape are DIFF, DIFF V2, the twin, transformers' Llama and DiffLlama. Decoding behind a long cache is one forward
+pass of one token, logits included, without the work of `generate` around it. It must read every weight and every cached key and
 value once: `MODEL` has 50.7M weights (203 MB in fp32; the embedding is also the output layer) and caches 2 x 8 x 64 numbers a
 layer and token (201 MB at 4,096 tokens) in each model.
 """
@@ -21,13 +21,13 @@ from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausa
 from difftransformer.model.weights import DTYPES
 
 from ..results import BenchRow, Dtype
-from .attention_work import pinned
+from .attention_work import fastest_attention
 from .memory import device_peak_bytes
 from .model_work import SPARE_TOKENS, CacheKind, decode_work, next_token_work, prefill_work, training_work
 from .settings import Settings, Step
 from .timing import attempt_each, time_interleaved
 
-DIFF, TWIN, TWIN_SDPA, LLAMA = "DIFF", "twin", "twin sdpa", "Llama sdpa"
+DIFF, V2, TWIN, TWIN_SDPA, LLAMA = "DIFF", "DIFF V2", "twin", "twin sdpa", "Llama sdpa"
 DIFFLLAMAS = ("DiffLlama sdpa", "DiffLlama eager")
 TRANSFORMER = "Transformer"
 """DIFF's twin among the models of the same weights."""
@@ -78,9 +78,11 @@ def model_steps(settings: Settings) -> list[Step]:
     sizes = settings.sizes or settings.defaults.models
     if unknown := [size for size in sizes if size not in SIZES]:
         raise ConfigError(f"--sizes: {unknown[0]!r} is unknown; choose from {', '.join(SIZES)}")
+    if unknown := [work for work in settings.works or () if work not in WORKS]:
+        raise ConfigError(f"--works: {unknown[0]!r} is unknown; choose from {', '.join(WORKS)}")
     return [
         Step(f"{work} of {size}, {dtype}", partial(time_models, size, dtype, work, settings))
-        for work in WORKS
+        for work in settings.works or WORKS
         for size in sizes
         for dtype in settings.dtypes or settings.defaults.dtypes
     ]
@@ -98,9 +100,10 @@ def time_models(
 
     Args:
         dtype: Data type of weights and activations; in a training step "bf16" and "fp16" mean autocast.
-        work: "training step" (forward, backward, fused AdamW), "prefill" into a cache or "decoding" behind one.
+        work: "training step" (forward, backward, fused AdamW; on a GPU with compiled layers, as recipes train), "prefill" into
+            a cache or "decoding" behind one.
     """
-    models, device = models or build_models(size), settings.device
+    models, device = models or build_models(size, settings.peers), settings.device
     rows, context = SIZES[size].rows if work == "training step" else 1, SIZES[size].context_tokens
     figures = {name: {"parameters": float(model.num_parameters())} for name, model in models.items()}
 
@@ -113,12 +116,18 @@ def time_models(
         call = training_work(models[name].to(device), rows, context, dtype)
         if device == "cpu":
             return call
+        for layer in models[name].model.layers:
+            layer.compile()
 
         def step() -> None:
-            with pinned("sdpa", dtype, device):  # affects only models that call PyTorch's attention
+            with fastest_attention():  # affects only models that call PyTorch's attention
                 call()
 
+        figures[name]["model_flops"] = model_flops(models[name], rows, context)
+        begun = time.perf_counter()
         step()  # creates the optimizer's moments and compiles; all later steps are alike
+        torch.cuda.synchronize()
+        figures[name]["first_step_seconds"] = time.perf_counter() - begun
         figures[name]["peak_bytes"] = device_peak_bytes(step, held)
         return step
 
@@ -132,21 +141,37 @@ def time_models(
     ]
 
 
-def build_models(size: str) -> dict[str, PreTrainedModel]:
-    """Build the models of one shape in fp32. The twin runs on our kernels, and once more on PyTorch's attention."""
+def build_models(size: str, peers: bool = True) -> dict[str, PreTrainedModel]:
+    """Build the models of one shape in fp32. The twin runs as `auto` chooses, and once more on PyTorch's attention."""
     config = DiffTransformerConfig(**SIZES[size].fields, attention_type="diff")
     shape = {name: getattr(config, name) for name in _SHAPE}
     on_sdpa = config.twin()
     on_sdpa.attn_backend = "sdpa"
     models: dict[str, PreTrainedModel] = {
         DIFF: DiffTransformerForCausalLM(config),
+        V2: DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES[size].fields, attention_type="diff_v2")),
         TWIN: DiffTransformerForCausalLM(config.twin()),
         TWIN_SDPA: DiffTransformerForCausalLM(on_sdpa),
         LLAMA: LlamaForCausalLM(LlamaConfig(**shape, attn_implementation="sdpa")),
     }
-    for name in DIFFLLAMAS:
+    for name in DIFFLLAMAS if peers else ():
         models[name] = DiffLlamaForCausalLM(DiffLlamaConfig(**shape, attn_implementation=name.split()[1]))
     return models
+
+
+def model_flops(model: PreTrainedModel, rows: int, context: int) -> float:
+    """Count the FLOPs of a causal training step: 6 a weight of a matrix and token, and 3 times the forward FLOPs of attention.
+
+    Nothing that is computed again counts (arXiv:2204.02311 appendix B), and half of the pairs are masked.
+    """
+    weights = sum(x.numel() for name, x in model.named_parameters() if x.dim() == 2 and "embed_tokens" not in name)
+    config: Any = model.config
+    if isinstance(model, DiffTransformerForCausalLM):
+        weights += config.tie_word_embeddings * config.vocab_size * config.hidden_size
+        pair = config.head_layout().map_flops_per_pair()
+    else:
+        pair = 4 * config.num_attention_heads * config.head_dim
+    return 6 * weights * rows * context + 3 * config.num_hidden_layers * pair * rows * context * (context + 1) / 2
 
 
 def generation_steps(settings: Settings) -> list[Step]:

@@ -101,11 +101,12 @@ class Settings:
         head_dims: Widths of one map, such as [64]; by default 32, 64, 128, on cuda 64, 128.
         backends: Backends of differential attention, such as [chunked]; by default all, but those with n x n maps only up
             to 1,024 tokens.
-        peers: Whether to time transformers' DiffLlama beside attention too.
+        peers: Whether to time transformers' DiffLlama too.
         repeats: Largest number of timed rounds of a shape, at least 3.
         seconds: Time for a shape; after it no round begins, but at least 3 are timed.
         threads: CPU threads; all by default.
         long_memory: Measure memory up to 65,536 tokens too, on cuda up to 131,072.
+        works: Works of "models", such as ["training step"]; all by default.
         sizes: Sizes of "models", such as [135M], which needs 12 GB; by default 0.5M, 5M and 20M, on cuda 125M and 350M.
     """
 
@@ -116,6 +117,7 @@ class Settings:
     head_dims: list[int] | None = None
     backends: list[str] | None = None
     peers: bool = True
+    works: list[str] | None = None
     repeats: int = 30
     seconds: float = 8.0
     threads: int | None = None

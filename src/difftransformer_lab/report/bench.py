@@ -25,12 +25,14 @@ RATIOS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("diff triton", ("softmax triton",)),
         ("normed triton", DIFFLLAMAS),
     ),
-    "models": (("DIFF", ("twin",)), ("DIFF", ("twin sdpa",)), ("DIFF", DIFFLLAMAS)),
+    "models": (("DIFF", ("twin",)), ("DIFF", ("twin sdpa",)), ("DIFF V2", ("twin sdpa",)), ("DIFF", DIFFLLAMAS)),
     "generation": (("DIFF", DIFFLLAMAS),),
 }
 # Title, factor and format of figures; others are shown as they are. None is left out of tables.
 FIGURES: dict[str, tuple[str, float, str] | None] = {
     "peak_bytes": ("peak memory, MiB", 2**-20, ",.1f"),
+    "first_step_seconds": ("first step with compilation, s", 1, ".1f"),
+    "model_flops": ("model TFLOPs of a step", 1e-12, ".1f"),
     "cpu_seconds": ("CPU time of all threads, ms", 1e3, ",.2f"),
     "parameters": None,
 }
