@@ -8,8 +8,8 @@ normalised queries and keys, and a rate that warms up, stays and decays. Paramet
     python examples/speedrun.py --width 384 --layers 8 --batch 32768 --minutes 1            # a GPU
 
 The first attention is the reference. Runs of all arms and seeds are made twice where their speeds differ: with as many tokens,
-and with as many steps as take the reference's time. The log holds this source, the environment, every run and both tables; a run
-that the log holds is not made again, so an interrupted comparison goes on with the same command.
+and with as many steps as take the reference's time. The log holds this source, the environment, every run and both tables; a
+run that it holds is not made again, so an interrupted comparison goes on with the same command.
 """
 
 import argparse
@@ -266,9 +266,8 @@ def main() -> None:
     if not done:
         log.write(Path(__file__).read_text() + "\n" + "=" * 100 + "\n")
     card = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
-    say(
-        f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {card}, torch {torch.__version__}, difftransformer {difftransformer.__version__}"
-    )
+    versions = f"torch {torch.__version__}, difftransformer {difftransformer.__version__}"
+    say(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {card}, {versions}")
     say(f"{vars(args)}; {len(train_ids):,} tokens to train on")
 
     seconds = step_seconds(args, train_ids)

@@ -1,9 +1,9 @@
 """Whole models: work of models of one shape, and decoding behind a long cache by models of the same weights.
 
-The models of one shape are DIFF, DIFF V2, the twin, transformers' Llama and DiffLlama. Decoding behind a long cache is one forward
-pass of one token, logits included, without the work of `generate` around it. It must read every weight and every cached key and
-value once: `MODEL` has 50.7M weights (203 MB in fp32; the embedding is also the output layer) and caches 2 x 8 x 64 numbers a
-layer and token (201 MB at 4,096 tokens) in each model.
+The models of one shape are DIFF, DIFF V2, the twin, transformers' Llama and DiffLlama. Decoding behind a long cache is one
+forward pass of one token, logits included, without the work of `generate` around it. It must read every weight and every cached
+key and value once: `MODEL` has 50.7M weights (203 MB in fp32; the embedding is also the output layer) and caches 2 x 8 x 64
+numbers a layer and token (201 MB at 4,096 tokens) in each model.
 """
 
 import statistics
