@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from difftransformer.errors import ConfigError
 from difftransformer.ops.build import Library
 from difftransformer_lab.results import Environment
 from difftransformer_lab.studies import environment as module
@@ -37,7 +38,49 @@ def in_folder(monkeypatch):
 def test_the_commit_is_that_of_the_checkout():
     found = module.environment().commit
     assert found.removesuffix("-dirty") == git("rev-parse", "HEAD")
-    assert found.endswith("-dirty") == bool(git("status", "--porcelain", "--untracked-files=no"))
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs/results")
+    assert found.endswith("-dirty") == bool(changed + git("status", "--porcelain", "--", ":/src", ":/recipes"))
+
+
+def test_the_runs_of_a_plan_need_committed_code(in_folder, tmp_path, monkeypatch):
+    """Records of runs may change, and files beside the code; a commit that only HEAD holds is soon gone."""
+    monkeypatch.setenv("GIT_CONFIG_PARAMETERS", "'user.name=a' 'user.email=a@b.c'")
+
+    def refusal():
+        module.commit.cache_clear()
+        try:
+            module.check_committed()
+        except ConfigError as error:
+            return str(error)
+
+    records, new, readme = tmp_path / "docs/results/a.json", tmp_path / "src/new file.py", tmp_path / "README"
+    records.parent.mkdir(parents=True)
+    records.write_text("{}")
+    readme.write_text("")
+    git("init", "--quiet", str(tmp_path))
+    in_folder(tmp_path / "src" / "package")
+    git("add", ".", cwd=tmp_path)
+    git("commit", "--quiet", "-m", "all", cwd=tmp_path)
+    records.write_text("changed")
+    (tmp_path / "notes").write_text("")
+    assert refusal() is None
+    assert module.commit() == git("rev-parse", "HEAD", cwd=tmp_path)
+    again = "then start the study again: its records name a commit"
+    for path, said in ((readme, "README"), (new, '"src/new file.py"')):
+        path.write_text("changed")
+        assert refusal() == f"the plan's runs need committed code, and {said} is not; commit or stash it, {again}"
+        assert module.commit() == git("rev-parse", "HEAD", cwd=tmp_path) + "-dirty"
+        git("add", str(path), cwd=tmp_path)
+        git("commit", "--quiet", "-m", "more", cwd=tmp_path)
+        assert refusal() is None
+    git("checkout", "--quiet", "--detach", cwd=tmp_path)
+    assert refusal() is None  # the branch holds it
+    readme.write_text("again")
+    git("commit", "--quiet", "-a", "-m", "of no branch", cwd=tmp_path)
+    here = git("rev-parse", "HEAD", cwd=tmp_path)
+    assert refusal() == f"no branch holds commit {here}, whose code runs; git branch NAME {here}, {again}"
+    git("branch", "kept", here, cwd=tmp_path)
+    assert refusal() is None
 
 
 def test_a_package_inside_another_project_has_not_its_commit(in_folder, tmp_path, monkeypatch):

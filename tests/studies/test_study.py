@@ -20,7 +20,7 @@ from difftransformer_lab.cli.main import main
 from difftransformer_lab.report import read_evidence, studied, write_study
 from difftransformer_lab.results import ChosenRate, RunRecord, StudyIndex, read_result
 from difftransformer_lab.statistics import detectable
-from difftransformer_lab.studies import Design, Study, estimate, load_study, recipe_from
+from difftransformer_lab.studies import Design, Study, environment, estimate, load_study, recipe_from
 from difftransformer_lab.studies.design import identity
 from difftransformer_lab.studies.jobs import tell, watched_by
 from difftransformer_lab.studies.plan import load_plan, registered
@@ -513,12 +513,16 @@ def test_a_plan_says_which_runs_are_made(design, document, plan):
     assert {runs[key].recipe.training.optimizer.learning_rate for key in best} == {1e-2}
 
 
-def test_a_question_does_not_wait_for_the_rates_of_another(design, document, plan, trained, tmp_path):
+def test_a_question_does_not_wait_for_the_rates_of_another(design, document, plan, trained, tmp_path, monkeypatch):
     document["arms"] = {"dex": {"label": "DEX", "set": {"model.attention_type": "dex"}}} | document["arms"]
     document["presets"]["laptop"]["tuning"] = {"learning_rates": [5.0e-3], "seeds": 1, "per": ["needles"]}
     document["axes"]["needles"]["values"].pop("two")
     terms = [{"arms": [arm], "weight": sign, "at": {"needles": "own best"}} for arm, sign in (("dex", 1), ("twin", -1))]
     plan(planned(seeds=1), planned(name="dex", terms=terms, seeds=1))
+    monkeypatch.setattr(environment, "commit", lambda: "0" * 40 + "-dirty")
+    with pytest.raises(ConfigError, match="runs need committed code, and"):
+        Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1)
+    monkeypatch.setattr("difftransformer_lab.studies.study.check_committed", lambda: None)
     index = Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1)
     first = [(arm, is_tuning) for is_tuning in (True, False) for arm in ("DIFF", "Transformer")]
     order = [(title.split(",")[0], "learning rate" in title) for title in trained]

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from difftransformer._version import __version__
+from difftransformer.errors import ConfigError
 from difftransformer.ops import build, processor
 
 from ..results import Environment
@@ -79,9 +80,33 @@ def commit() -> str:
     try:
         # A package that is installed in another project's checkout is not among that project's files.
         git(folder, "ls-files", "--error-unmatch", Path(__file__).name)
-        return git(folder, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+        return git(folder, "rev-parse", "HEAD") + ("-dirty" if _changed(folder) else "")
     except (OSError, subprocess.SubprocessError):
         return _installed_commit()
+
+
+def _changed(folder: Path) -> str:
+    """Return what differs from the commit: tracked files but records, which studies write, and new code and recipes."""
+    tracked = git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs/results")
+    return tracked or git(folder, "status", "--porcelain", "--", ":/src", ":/recipes")
+
+
+def check_committed() -> None:
+    """Check that a checkout's code is that of a commit which a branch or a tag holds, as what a record names must be.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    here, folder, again = commit(), Path(__file__).parent, "then start the study again: its records name a commit"
+    if here.endswith("-dirty"):
+        _, changed = (_changed(folder) or "M code").splitlines()[0].split(maxsplit=1)
+        raise ConfigError(f"the plan's runs need committed code, and {changed} is not; commit or stash it, {again}")
+    try:
+        held = git(folder, "for-each-ref", "--count=1", "--contains", here, "refs/heads", "refs/remotes", "refs/tags")
+    except (OSError, subprocess.SubprocessError):
+        return  # an installed package, without a history
+    if here and not held:
+        raise ConfigError(f"no branch holds commit {here}, whose code runs; git branch NAME {here}, {again}")
 
 
 def git(folder: Path, *words: str) -> str:

@@ -33,7 +33,7 @@ from ..results import (
     write_result,
 )
 from .design import UPCYCLED, Design, PlannedRun, place
-from .environment import command_line, environment
+from .environment import check_committed, command_line, environment
 from .evaluation import draw_tasks
 from .jobs import Job, run_jobs
 from .plan import registered
@@ -274,6 +274,7 @@ class Study:
             at_once: Number of runs that train at the same time; each gets an equal share of the threads.
 
         Raises:
+            ConfigError: a plan's runs would be of code that no commit holds (see `check_committed`).
             DiffTransformerError: a run failed, or a task is impossible; its message.
             Interrupted: a signal; every run has saved a checkpoint.
         """
@@ -294,6 +295,8 @@ class Study:
         missing = {run.identity: run for run, file in zip(runs, self.files(runs), strict=True) if file is None}
         if not missing:
             return False
+        if self.design.plan is not None:
+            check_committed()
         threads = max(1, torch.get_num_threads() // at_once)
         here = replace(environment(device), threads=threads)
         jobs: list[Job] = []
