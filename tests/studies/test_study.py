@@ -17,11 +17,13 @@ from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.model import count
 from difftransformer.train import read_metrics
 from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.engine import task_sha256
 from difftransformer_lab.report import read_evidence, studied, write_study
 from difftransformer_lab.results import ChosenRate, RunRecord, StudyIndex, read_result
 from difftransformer_lab.statistics import detectable
 from difftransformer_lab.studies import Design, Study, environment, estimate, load_study, recipe_from
 from difftransformer_lab.studies.design import identity
+from difftransformer_lab.studies.evaluation import draw_tasks
 from difftransformer_lab.studies.jobs import tell, watched_by
 from difftransformer_lab.studies.plan import load_plan, registered
 from difftransformer_lab.studies.run import EXIT_DIVERGED
@@ -184,6 +186,35 @@ def test_what_makes_a_run_another(toy):
     others = [of(training__seed=1), of(training__steps=9), of(model__head_norm="none"), of(data__split_seed=1)]
     others.append(of(evaluation=toy["evaluation"][:1]))
     assert len({same, *others}) == 6
+
+
+def test_tasks_are_drawn_for_each_run_s_own_lengths(document, design, tmp_path):
+    """The prompts of many-shot classification grow to the model's positions, where windows of text do not."""
+    lines = [{"text": f"word {index}", "label": f"kind {index % 2}"} for index in range(100)]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    icl = {"task": "icl", "options": {"train_file": str(tmp_path / "train.jsonl"), "items": 4}}
+    recipe = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    recipe["evaluation"] += [icl]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    values = {str(length): {"set": {"model.max_position_embeddings": length}} for length in (128, 512)}
+    document["axes"] = {"length": {"values": values}}
+    study = Study(design(), tmp_path / "results")
+    for run in study.design.reported():
+        prepared, length = study.prepared(run), int(run.point["length"])
+        task = prepared.tasks["icl"]
+        longest = max(len(request.prompt) for request in task.requests)
+        assert length / 2 < longest <= length
+        assert task_sha256(task) == task_sha256(draw_tasks(prepared.recipe, prepared.shards)["icl"])
+    assert study.prepared(study.design.reported()[0]).tasks is study.prepared(study.design.reported()[1]).tasks
+
+
+def test_a_run_without_a_planned_figure_is_an_error(document, design, trained, tmp_path):
+    document["axes"], document["arms"]["diff"]["set"]["evaluation.perplexity"] = {}, None
+    document["figures"] += [{"label": "loss there", "task": "perplexity", "name": "nll", "at": {"position": 7}}]
+    with pytest.raises(EvaluationError, match="Transformer, seed 0: has no figure 'loss there'"):
+        Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1)
+    (kept,) = (tmp_path / "results").glob("small/runs/*.json")
+    assert kept.name.startswith("diff")  # which is not asked for it
 
 
 def test_a_study_keeps_what_it_trained(document, design, trained, tmp_path):

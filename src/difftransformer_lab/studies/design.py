@@ -16,7 +16,7 @@ from difftransformer.reading import is_plain_name
 from difftransformer.typed import ASIDE, build, plain, unknown_key
 
 from ..recipe_files import check_name, read_mapping, read_recipe, shipped_recipes
-from ..results import OWN_BEST, Change, ChosenRate, StudyArm, StudyAxis, StudyFigure, groups_of
+from ..results import OWN_BEST, Change, ChosenRate, RunRecord, StudyArm, StudyAxis, StudyFigure, figure_of, groups_of
 from .plan import load_plan
 from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_from
 
@@ -445,6 +445,12 @@ class Design:
                 _check_names(f"{self.config.name}: figures: {figure.label!r}: task", [figure.task], tasks)
             elif not figure.curve.startswith("lambda ") and not any(run.recipe.logs.evaluate_every for run in runs):
                 _check_names(f"{self.config.name}: figures: {figure.label!r}: curve", [figure.curve], CURVES)
+
+    def lacking(self, run: PlannedRun, record: RunRecord) -> list[StudyFigure]:
+        """Return the figures that a run's record lacks, of those that its recipe asks for."""
+        asked = {TRAINING, *(spec.name for spec in run.recipe.evaluation)}
+        planned = [figure for figure in self.figures if figure.task in asked or figure.curve in CURVES]
+        return [figure for figure in planned if figure_of(record, figure) is None]
 
     def _check_followed(self) -> None:
         """Check that no option asks for other runs than the plan does.

@@ -34,7 +34,7 @@ from ..results import (
 )
 from .design import UPCYCLED, Design, PlannedRun, place
 from .environment import check_committed, command_line, environment
-from .evaluation import draw_tasks
+from .evaluation import EVALUATIONS, draw_tasks
 from .jobs import Job, run_jobs
 from .plan import registered
 from .recipe import Recipe
@@ -95,7 +95,9 @@ class Study:
     def prepared(self, run: PlannedRun) -> Prepared:
         """Return a run's data and tasks, which runs of the same request share."""
         recipe = self._on_this_machine(run.recipe)
-        asked = [asdict(recipe.data), [asdict(spec) for spec in recipe.evaluation], recipe.training.context_tokens]
+        training, evaluation = recipe.training, [asdict(spec) for spec in recipe.evaluation]
+        lengths = training.context_tokens, training.validation_windows, recipe.planned_config().max_position_embeddings
+        asked = [asdict(recipe.data), evaluation, lengths]  # all that `draw_tasks` reads
         key = json.dumps(asked, default=str)
         if key not in self._prepared:
             shards = prepare_shards(recipe.data)
@@ -274,6 +276,7 @@ class Study:
             at_once: Number of runs that train at the same time; each gets an equal share of the threads.
 
         Raises:
+            EvaluationError: a run has not all figures that are planned.
             ConfigError: a plan's runs would be of code that no commit holds (see `check_committed`).
             DiffTransformerError: a run failed, or a task is impossible; its message.
             Interrupted: a signal; every run has saved a checkpoint.
@@ -310,6 +313,11 @@ class Study:
             record = run_record(*made, **how, whole=not self.design.figures, has_diverged=job.has_diverged)
             if record.diverged_after is not None:
                 logger.warning("%s diverged after step %d and has no figures", job.label, record.diverged_after)
+            elif lacking := self.design.lacking(run, record):
+                raise EvaluationError(
+                    f"{job.label}: has no figure {lacking[0].label!r}, which the study plans; change figures, or "
+                    f"the options of its task: {job.folder / EVALUATIONS} holds what was found"
+                )
             record = replace(record, recipe=portable(run.recipe), data_sha256=prepared.data_sha256)
             self.store.add(run, record)
             self.write_index()
