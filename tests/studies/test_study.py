@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.model import count
+from difftransformer.ops import build
 from difftransformer.train import read_metrics
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import task_sha256
@@ -22,6 +23,7 @@ from difftransformer_lab.report import read_evidence, studied, write_study
 from difftransformer_lab.results import ChosenRate, RunRecord, StudyIndex, read_result
 from difftransformer_lab.statistics import detectable
 from difftransformer_lab.studies import Design, Study, environment, estimate, load_study, recipe_from
+from difftransformer_lab.studies import run as run_module
 from difftransformer_lab.studies.design import identity
 from difftransformer_lab.studies.evaluation import draw_tasks
 from difftransformer_lab.studies.jobs import tell, watched_by
@@ -81,6 +83,7 @@ def trained(monkeypatch):
             for job in jobs:
                 if not job.done:
                     tell(jobs)
+                    job.prepare()
                     code = run_main([str(job.folder), "1", "cpu", *map(str, job.shards)])
                     job.has_diverged = job.may_diverge and code == EXIT_DIVERGED
                     assert code == 0 or job.has_diverged
@@ -255,6 +258,45 @@ def test_a_study_keeps_what_it_trained(document, design, trained, tmp_path):
 
     Study(design(seeds=2), results).train(tmp_path / "out", at_once=1)
     assert trained == ["DIFF, seed 1", "Transformer, seed 1"]
+
+
+def test_runs_share_within_the_study_alone(document, design, trained, tmp_path, monkeypatch):
+    """Neither with a folder beside theirs, nor with a run by other code, whose commit a record would not name."""
+    wsd = {"shape": "wsd", "warmup_steps": 1, "decay_steps": 1, "floor": 0.0}
+    document["presets"]["laptop"]["set"] = {"training.checkpoint_every": 1, "training.keep_checkpoints": 9}
+    document["presets"]["laptop"]["set"] |= {f"training.schedule.{key}": value for key, value in wsd.items()}
+    document["axes"] = {"steps": {"values": {str(steps): {"set": {"training.steps": steps}} for steps in (3, 4)}}}
+
+    build.load()  # as the command does
+    copied, copy = [], run_module._copy_folder
+    monkeypatch.setattr(run_module, "_copy_folder", lambda source, to: (copied.append((source, to)), copy(source, to)))
+    Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1)
+    assert [source.name for source, _ in copied] == ["step-000002"] * 2
+    for source, to in copied:
+        assert (source.parents[1] / "began").read_text() == (to.parents[1] / "began").read_text()
+        assert source.parents[2] == to.parents[2] == tmp_path / "out" / "runs"
+    whole = {path.parents[1].name: path for path in (tmp_path / "out").glob("runs/*/checkpoints/step-000004")}
+    copied.clear()
+
+    for path in (tmp_path / "results").glob("small/runs/*-steps3-*.json"):  # the shorter runs
+        record = json.loads(path.read_text())
+        del record["sha256"]
+        record["result"]["environment"]["commit"] = "another"
+        path.write_text(json.dumps(record))
+    for path in (tmp_path / "results").glob("small/runs/*-steps4-*.json"):
+        path.unlink()
+    for name in whole:
+        shutil.move(tmp_path / "out/runs" / name, tmp_path / name)
+    Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1)
+    assert copied == []
+
+    document["axes"]["steps"]["values"].pop("3")
+    shutil.copytree(source.parents[1], tmp_path / "foreign" / "runs" / "beside")
+    Study(design(), tmp_path / "others").train(tmp_path / "foreign", at_once=1)
+    assert copied == []
+    for name, path in whole.items():  # where it began is nowhere to be seen
+        weights = (tmp_path / name / "checkpoints" / path.name / "model.safetensors").read_bytes()
+        assert (path / "model.safetensors").read_bytes() == weights
 
 
 def identity_of(record):

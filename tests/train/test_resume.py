@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from difftransformer.data import Loader
+from difftransformer.data import DataConfig, Loader, prepare_shards
 from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.hub import export_folder
 from difftransformer.train import Interrupted, ScheduleConfig, build_model, checkpoints, load_checkpoint, trainer
@@ -108,31 +108,63 @@ def test_a_decay_branch_is_the_run_that_had_its_steps_from_the_start(tmp_path, t
         run("short", 4, branch_point)
 
 
-def test_runs_of_a_study_share_what_comes_before_the_decay(tmp_path, toy_recipe, toy_shards, read_run):
-    """The longer run is bit for bit the one that had its steps alone, and trains only what the shorter one has not."""
-    began = []
+@pytest.fixture
+def sharing(tmp_path, toy_recipe, toy_shards, read_run):
+    """Train a run of the schedule "wsd" that may share with those beside it; return its files, and list where it began."""
 
-    def run(name, steps, seed=0, shape="wsd"):
+    def run(name, steps, seed=0, shape="wsd", shards=toy_shards):
         schedule = ScheduleConfig(shape=shape, warmup_steps=2, floor=0.1)
         every = {"checkpoint_every": 3, "validate_every": 4, "keep_checkpoints": 3}
         training = dataclasses.replace(toy_recipe.training, steps=steps, schedule=schedule, seed=seed, **every)
-        recipe = dataclasses.replace(toy_recipe, training=training)
-        start_run(tmp_path / name, recipe)
-        share_stable_part(tmp_path / name, recipe)
-        began.append([path.name for path in checkpoints(tmp_path / name)])
-        train_run(tmp_path / name, recipe, toy_shards)
-        newest = checkpoints(tmp_path / name)[-1]
+        recipe, folder = dataclasses.replace(toy_recipe, training=training), tmp_path / name
+        start_run(folder, recipe)
+        share_stable_part(folder, recipe, shards, sorted(folder.parent.iterdir()))
+        run.began.append([path.name for path in checkpoints(folder)])
+        train_run(folder, recipe, shards)
+        (folder / "began").touch()
+        newest = checkpoints(folder)[-1]
         content = [(newest / f"{part}.safetensors").read_bytes() for part in ("model", "optimizer")]
-        return read_run(tmp_path / name), content
+        return read_run(folder), content
 
-    alone = run("alone/long", 12)
-    run("study/short", 8)  # decays after step 7
-    run("study/linear", 8, shape="linear")
-    run("study/seed", 8, seed=1)
-    assert run("study/long", 12) == alone
-    assert began == [[], [], [], [], ["step-000006"]]
-    assert run("study/shorter", 7) == run("apart/shorter", 7)
-    assert began[-2:] == [["step-000006"], []]
+    run.began = []
+    return run
+
+
+def test_runs_of_a_study_share_what_comes_before_the_decay(sharing):
+    """The longer run is bit for bit the one that had its steps alone, and trains only what the shorter one has not."""
+    alone = sharing("alone/long", 12)
+    sharing("study/short", 8)  # decays after step 7
+    sharing("study/linear", 8, shape="linear")
+    sharing("study/seed", 8, seed=1)
+    assert sharing("study/long", 12) == alone
+    assert sharing.began == [[], [], [], [], ["step-000006"]]
+    assert sharing("study/shorter", 7) == sharing("apart/shorter", 7)
+    assert sharing.began[-2:] == [["step-000006"], []]
+
+
+def test_a_damaged_run_is_not_shared(sharing, tmp_path, toy, toy_shards):
+    """Nor one of another text. Neither stops a run, which takes the newest checkpoint that is whole."""
+    sharing("study/short", 8)
+    study = tmp_path / "study"
+    (study / "notes").write_text("no folder")
+    for name, file, text in (
+        ("recipe", "config.yaml", "model: ["),
+        ("weights", "checkpoints/step-000006/model.safetensors", "x"),
+        ("state", "checkpoints/step-000006/state.json", "[]"),
+        ("metrics", "metrics.jsonl", '{"step"\n\n'),
+    ):
+        shutil.copytree(study / "short", study / name)
+        (study / name / file).write_text(text)
+        shutil.copytree(study, tmp_path / name, ignore=shutil.ignore_patterns("short", "long"))
+        sharing(f"{name}/long", 12)
+        assert sharing.began[-1] == (["step-000003"] if name in ("weights", "state") else []), name
+        shutil.rmtree(study / name)
+    sharing("study/long", 12)
+    assert sharing.began[-1] == ["step-000006"]
+    other = prepare_shards(DataConfig(**toy["data"] | {"split_seed": 1, "folder": str(tmp_path / "shards")}))
+    shutil.rmtree(study / "long")
+    sharing("study/long", 12, shards=other)
+    assert sharing.began[-1] == []
 
 
 def test_goes_on_from_an_older_checkpoint_and_writes_the_lines_after_it_again(tmp_path, train_toy, read_run, plain_run):

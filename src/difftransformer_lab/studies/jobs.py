@@ -28,9 +28,10 @@ WATCH_SECONDS = 0.5
 class Job:
     """One run: what it is called, where it and its shards are, and how far it has come.
 
-    Its process locks the folder. `seconds` is the time that the process took, and `expected_seconds` that of earlier
-    runs of its kind; None if there is none. `validations` are the loss (nats per token) and the share of right answers by step.
-    A run that `may_diverge` is done as well where its loss stops being finite after its first step.
+    `prepare` is called before its process, which locks the folder. `seconds` is the time that the process took, and
+    `expected_seconds` that of earlier runs of its kind; None if there is none. `validations` are the loss (nats per token) and
+    the share of right answers by step. A run that `may_diverge` is done as well where its loss stops being finite after its
+    first step.
     """
 
     label: str
@@ -39,6 +40,7 @@ class Job:
     steps: int
     threads: int
     device: str = "cpu"
+    prepare: Callable[[], None] = lambda: None
     done: bool = False
     may_diverge: bool = False
     has_diverged: bool = False
@@ -52,6 +54,7 @@ class Job:
 
     def start(self) -> None:
         """Start the process; what it prints goes to log.txt."""
+        self.prepare()
         self.began = time.monotonic()
         words = (str(self.folder), str(self.threads), self.device, *map(str, self.shards))
         self.process = submit(words, self.folder / LOG_FILE)

@@ -6,7 +6,7 @@ The folder holds the resolved recipe; what is whole in it already is not done ag
 import logging
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from difftransformer.hub import open_deferred
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.train import Interrupted, checkpoints, train
 from difftransformer.train.checkpoint import folder_of_step, latest_checkpoint, step_of, verify_checkpoint
-from difftransformer.train.metrics import METRICS_FILE
+from difftransformer.train.metrics import METRICS_FILE, read_metrics
 from difftransformer.train.mirror import fetch
 from difftransformer.train.optim import stable_steps
 from difftransformer.train.parallel import DeferredModel, Mesh, Processes
@@ -82,26 +82,35 @@ def _check_same(path: Path, recipe: Recipe, place: Path | str, advice: str) -> R
     return there
 
 
-def share_stable_part(folder: Path, recipe: Recipe) -> None:
-    """Begin a new run of the schedule "wsd" with what it shares with a whole run beside it.
+def share_stable_part(folder: Path, recipe: Recipe, shards: Shards, others: Iterable[Path]) -> None:
+    """Begin a new run of the schedule "wsd" with what it shares with a whole run among others.
 
-    Runs that differ in their numbers of steps alone are equal, bit for bit, until one of them decays.
+    Runs that differ in their numbers of steps alone are equal, bit for bit, until one of them decays. Each is known by its
+    recipe, its data and the sums of its files. What is of another run, or damaged, is left where it is.
     """
     training, shared = recipe.training, []
     if training.schedule.shape != "wsd" or checkpoints(folder):
         return
-    for path in folder.parent.glob(f"*/{RECIPE_FILE}"):
-        run, other = path.parent, load_recipe(path)
-        if is_trained(run, other) and _without_length(other) == _without_length(recipe):
-            last = min(stable_steps(one.steps, one.schedule) for one in (training, other.training))
-            shared += [(step_of(one), one, run) for one in checkpoints(run) if step_of(one) <= last]
-    if not shared:
+    for run in others:
+        with suppress(DiffTransformerError, OSError):
+            other = load_recipe(run / RECIPE_FILE)
+            if is_trained(run, other) and _without_length(other) == _without_length(recipe):
+                last = min(stable_steps(one.steps, one.schedule) for one in (training, other.training))
+                shared += [(step_of(one), one, run) for one in checkpoints(run) if step_of(one) <= last]
+    for step, checkpoint, run in sorted(shared, reverse=True):
+        try:
+            state, (lines, _) = verify_checkpoint(checkpoint), read_metrics(run / METRICS_FILE)
+            is_same_text = state.loader.get("fingerprint") == shards.manifest.fingerprint
+            if not is_same_text or [line.step for line in lines[:step]] != [*range(1, step + 1)]:
+                continue
+            for name in (BEGAN_FILE, METRICS_FILE):  # training writes the lines after the checkpoint again
+                shutil.copy(run / name, folder / name)
+            _copy_folder(checkpoint, folder_of_step(folder, step))
+        except (DiffTransformerError, OSError) as error:
+            logger.warning("%s is not shared: %s", checkpoint, error)
+            continue
+        logger.info("steps 1 to %d are those of %s", step, run)
         return
-    step, checkpoint, run = max(shared)
-    verify_checkpoint(checkpoint)
-    shutil.copy(run / METRICS_FILE, folder / METRICS_FILE)  # training writes the lines after the checkpoint again
-    _copy_folder(checkpoint, folder_of_step(folder, step))
-    logger.info("steps 1 to %d are those of %s", step, run)
 
 
 def _without_length(recipe: Recipe) -> dict[str, Any]:
@@ -221,7 +230,6 @@ def main(arguments: list[str]) -> int:
             if not is_trained(folder, recipe):
                 if not (folder / BEGAN_FILE).exists() and not checkpoints(folder):  # else it began elsewhere, or before
                     write_text_atomically(folder / BEGAN_FILE, now())
-                share_stable_part(folder, recipe)
                 train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
             newest = checkpoints(folder)[-1]
             out = evaluations_folder(newest)  # for `eval RUN`

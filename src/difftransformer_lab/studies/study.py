@@ -5,9 +5,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -39,7 +39,7 @@ from .jobs import Job, run_jobs
 from .plan import registered
 from .recipe import Recipe
 from .records import OwnRuns, RunStore, portable, run_record
-from .run import is_done, start_run
+from .run import is_done, share_stable_part, start_run
 
 logger = logging.getLogger(__name__)
 
@@ -324,6 +324,17 @@ class Study:
             for other in jobs:
                 other.expected_seconds = self.store.seconds(by_folder[other.folder], here)
 
+        def alike(data_sha256: str) -> Iterator[Path]:
+            """The folders of this study's runs by the same code on the same machine, as their records say."""
+            for run in (*self.tuning(), *self.design.reported(self.rates())):
+                file = self.store.find(run, data_sha256)
+                if file is not None and self.store.read(file).environment == here:
+                    yield self.store.run_folder(run, folder)
+
+        def share(where: Path, prepared: Prepared) -> None:
+            with locked(where, wait=True):
+                share_stable_part(where, prepared.recipe, prepared.shards, alike(prepared.data_sha256))
+
         for run in missing.values():
             where = self.store.run_folder(run, folder)
             prepared = self.prepared(run)
@@ -337,6 +348,7 @@ class Study:
                 steps=run.recipe.training.steps,
                 threads=threads,
                 device=device,
+                prepare=partial(share, where, prepared),
                 expected_seconds=self.store.seconds(run, here),
                 done=is_done(where, prepared.recipe, prepared.tasks),
                 may_diverge=not self._alone,
