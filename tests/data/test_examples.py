@@ -86,7 +86,7 @@ def test_examples_come_back_whole_with_their_targets(tmp_path):
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_the_targets_of_a_step_are_counted_over_all_ranks(tmp_path, count):
-    shards = written(tmp_path, examples_of(2, 200))
+    shards = written(tmp_path, examples_of(2, 200, longest=60))
     whole = loader_of(shards, rows=24)
     ranks = [loader_of(shards, rows=24, rank=rank, world_size=count) for rank in range(count)]
     unequal = 0
@@ -121,6 +121,56 @@ def test_a_long_example_is_cut_into_rows(tmp_path):
     batches = epoch_of(loader_of(written(tmp_path, [long]), context=64, rows=1))[1]
     pieces = sorted((met_in(batch)[0] for batch in batches), key=len)
     assert sorted(pieces) == sorted([pairs(long)[:64], pairs(long)[64:128], pairs(long)[128:]])
+
+
+def scored(name, *targets):
+    """An example of inputs 1, 2, 3 ... and these targets, of which 0 does not count."""
+    targets = np.array([target or -100 for target in targets])
+    return Example(name, np.arange(1, len(targets) + 1), targets)
+
+
+def test_rows_with_nothing_to_learn_are_left_out(tmp_path, monkeypatch):
+    """Rows of 4, by hand: of a, the second of three; of b, the first two; of c, the last; of d and e, none."""
+    examples = [
+        scored("a", 9, 0, 0, 0, 0, 0, 0, 0, 0, 8), scored("b", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7),
+        scored("c", 0, 0, 0, 6, 0, 0, 0), scored("d", 0, 0, 0, 5), scored("e", 0, 4),
+    ]  # fmt: skip
+    shards = written(tmp_path, examples)
+    loader = loader_of(shards, context=4, rows=1)
+    said = r"left out 4 of the parts into which rows of 4 tokens cut examples, since .* \(5 rows remain\)"
+    with pytest.warns(UserWarning, match=said):
+        rows, batches = epoch_of(loader)
+    assert rows == 5
+    pad = (shards.tokenizer.pad, -100)
+    a, b, c, d, e = map(pairs, examples)
+    met = [document for batch in batches for document in met_in(batch) if pad not in document]
+    assert sorted(met) == sorted([a[:4], a[8:], b[8:], c[:4], d, e])
+    assert [batch.step_targets for batch in batches] == [int((batch.targets != -100).sum()) for batch in batches]
+    assert sum(batch.step_targets for batch in batches) == 6
+    assert all(batch.step_targets for batch in batches)
+    whole = loader_of(shards, context=12, rows=1)
+    assert sum(batch.step_targets for batch in epoch_of(whole)[1]) == 6  # and nothing is said
+
+    blocks = loader_of(shards, context=4, rows=1)  # each example in a block of its own
+    monkeypatch.setattr("difftransformer.data.packing.BLOCK_DOCUMENTS", 1)
+    with pytest.warns(UserWarning, match=r"left out 4 .*\(6 rows remain"):
+        batches = epoch_of(blocks)[1]
+    assert sorted(document for batch in batches for document in met_in(batch) if pad not in document) == sorted(met)
+
+
+def test_a_long_prompt_leaves_no_empty_row(tmp_path):
+    """100 bytes are asked and 1 is answered: of four rows of 32, the last one alone has something to learn."""
+    messages = [{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(40)))
+    shards = prepare_shards(request(tmp_path / "chat.jsonl", tmp_path / "s", tokenizer="byte", validation_share=0.3))
+    template = "### user\n" + "x" * 100 + "\n\n### assistant\ny<|eos|>"  # and two line feeds, which are not predicted
+    length = len(template.replace("<|eos|>", "|")) + 2 - 1
+    assert {len(one) for one in stored(shards)} == {length}
+    loader = loader_of(shards, context=32, rows=2)
+    count = shards.manifest.splits["train"].documents
+    with pytest.warns(UserWarning, match=rf"left out {3 * count} of the parts into which rows of 32 tokens"):
+        batches = epoch_of(loader)[1]
+    assert all((batch.targets != -100).any(1).all() for batch in batches)
 
 
 def test_a_mixture_of_text_and_examples(tmp_path):

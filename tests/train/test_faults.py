@@ -1,5 +1,6 @@
 """Steps with a loss or gradient that is not finite, or a gradient norm far from those before."""
 
+import dataclasses
 import math
 import os
 import signal
@@ -117,6 +118,29 @@ def test_a_skipped_step_leaves_weights_and_moments(train_toy, tmp_path, read_run
     assert read_run(tmp_path / "run") == ([line for line in lines if line["step"] != 5], validations)
     unknown = {"faulty_loss_nats": None, "faulty_gradient_norm": None}
     assert faults(tmp_path / "run") == [{"step": 5, "fault": "nonfinite", "action": "skip", "at_step": 5, **unknown}]
+
+
+def test_a_step_without_a_target_leaves_weights_and_moments(train_toy, tmp_path, read_run, monkeypatch):
+    """Its gradient is zero, and yet the moments would move the weights. The next steps are those that follow."""
+    draw, seen = Loader.__next__, []
+
+    def next_batch(loader):
+        batch = draw(loader)
+        if loader.step == 5:
+            return dataclasses.replace(batch, targets=torch.full_like(batch.targets, -100), step_targets=0)
+        return batch
+
+    class Watch(Callback):
+        def on_restore(self, trainer, state):
+            trainer.optimizer.register_step_post_hook(lambda *_: seen.append(trainer.step + 1))
+
+    monkeypatch.setattr(Loader, "__next__", next_batch)
+    with pytest.warns(UserWarning, match="^step 5 has no target to learn; it is skipped$"):
+        train_toy(tmp_path, callbacks=[Watch()])
+    assert seen == [1, 2, 3, 4, 6, 7, 8]
+    assert [line["step"] for line in read_run(tmp_path)[0]] == seen
+    (fault,) = faults(tmp_path)
+    assert (fault["fault"], fault["action"], fault["at_step"]) == ("no target", "skip", 5)
 
 
 def test_going_back_leaves_out_the_batches_since_the_checkpoint(train_toy, tmp_path, read_run, poison, monkeypatch):

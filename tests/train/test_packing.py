@@ -107,7 +107,7 @@ def test_the_loss_of_examples_is_the_mean_over_what_counts(small, tmp_path):
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_first_validation_row_without_targets_is_no_error(small, tmp_path, every):
+def test_a_first_validation_example_without_targets_is_no_error(small, tmp_path, every):
     """Each example fills a row; the one that comes first gets no target."""
 
     def shards(unscored):
@@ -116,7 +116,7 @@ def test_a_first_validation_row_without_targets_is_no_error(small, tmp_path, eve
             for index in range(4)
         ]
         folder = tmp_path / f"shards {unscored}"
-        write_shards(folder, examples, examples, id_tokenizer(50))
+        write_shards(folder, [Example("learned", np.full(64, 1), np.full(64, 1))], examples, id_tokenizer(50))
         return Shards.open(folder)
 
     first = int(validation_rows(shards(None), 64, 1)[0, 0, 0])
@@ -137,6 +137,6 @@ def test_a_run_without_a_validation_target_is_refused_before_it_trains(small, tm
     unscored = [Example("none", np.full(64, 1), np.full(64, -100))]
     write_shards(tmp_path / "shards", examples, unscored, id_tokenizer(50))
     given = Shards.open(tmp_path / "shards")
-    with pytest.raises(DataError, match="no token of the 1 validation rows counts in the loss"):
+    with pytest.raises(DataError, match="no token of the validation split counts in the loss"):
         train(small.training, small.model_config(vocab_size=given.tokenizer.vocab_size), given, tmp_path / "run")
     assert not (tmp_path / "run").exists()

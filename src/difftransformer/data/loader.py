@@ -8,6 +8,7 @@ according to their share.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass
@@ -311,7 +312,15 @@ class Loader:
         context = self.context_stages[stage][1]
         long = {"long_tokens": config.long_tokens, "times": config.long_times}
         if self.pack_documents:
-            return _packs(shards, self.split, context=context, key=key, **long)
+            packs = _packs(shards, self.split, context=context, key=key, **long)
+            if packs.left_out and self.rank == 0:
+                warnings.warn(
+                    f"{shards.manifest.source}: left out {packs.left_out:,} of the parts into which rows of {context} tokens "
+                    f"cut examples, since nothing is learned from them ({packs.per_epoch:,} rows remain); a longer context "
+                    "keeps examples whole",
+                    stacklevel=2,
+                )
+            return packs
         if config.long_tokens and config.long_times > 1:
             stream = with_long_documents_again(stream, end_of_text, **long)
         return Windows(stream, context=context, key=key)
@@ -380,7 +389,10 @@ def _packs(shards: Shards, split: Split, **packing: Any) -> Packs:
     tokenizer = shards.tokenizer
     packing |= {"end_of_text": tokenizer.end_of_text, "pad": tokenizer.pad}
     if shards.records:
-        return ExamplePacks(shards.records[split], **packing)
+        packs = ExamplePacks(shards.records[split], **packing)
+        if not packs.per_epoch:
+            raise DataError(f"{shards.folder}: no token of the {split} split counts in the loss; label some")
+        return packs
     return Packs(shards.tokens(split), **packing)
 
 

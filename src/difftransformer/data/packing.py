@@ -114,6 +114,10 @@ class Packs:
         pad: Input in padding.
         long_tokens: Length from which documents are read `times` times an epoch; 0 for none.
         times: See `long_tokens`.
+
+    Attributes:
+        per_epoch: Number of rows.
+        left_out: Number of pieces of an epoch that no row holds, since they have no target that counts in the loss.
     """
 
     stream: TokenStream
@@ -126,11 +130,12 @@ class Packs:
     times: int = 1
 
     def __post_init__(self) -> None:
-        firsts, rows = [0], []
+        firsts, rows, self.left_out = [0], [], 0
         while firsts[-1] < len(self.stream):
             starts = self._starts(firsts[-1])
-            sizes = np.sort(self._pieces(starts)[1])[::-1]
-            rows.append(int(best_fit(sizes, self.context).max()) + 1)
+            _, sizes, left_out = self._pieces(starts)
+            self.left_out += left_out
+            rows.append(int(best_fit(np.sort(sizes)[::-1], self.context).max(initial=-1)) + 1)
             firsts.append(int(starts[-1]))
         self._firsts, self._rows = firsts, np.array(rows)
         self.per_epoch = int(self._rows.sum())
@@ -152,15 +157,21 @@ class Packs:
         """Return which tokens end a document."""
         return tokens == self.end_of_text
 
-    def _pieces(self, starts: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Return offset and size of each piece that is packed of documents with these offsets."""
+    def _pieces(self, starts: Ints) -> tuple[Ints, npt.NDArray[np.int32], int]:
+        """Return offset and size of each piece that is packed of documents with these offsets, and how many are left out."""
         lengths = np.diff(starts)
         again = np.where(lengths >= self.long_tokens, self.times, 1) if self.long_tokens else 1
         pieces = np.repeat(-(-lengths // self.context), again)
         first, length = np.repeat(starts[:-1], again), np.repeat(lengths, again)
         place = (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * self.context
         sizes = np.minimum(np.repeat(length, pieces) - place, self.context)
-        return np.repeat(first, pieces) + place, sizes.astype(np.int32)
+        offsets = np.repeat(first, pieces) + place
+        kept = self._have_targets(starts, offsets, sizes)
+        return offsets[kept], sizes[kept].astype(np.int32), len(kept) - int(np.count_nonzero(kept))
+
+    def _have_targets(self, starts: Ints, offsets: Ints, sizes: Ints) -> npt.NDArray[np.bool_]:
+        """Return which pieces have a target that counts in the loss."""
+        return np.ones(len(sizes), bool)
 
     def _draw_epoch(self, epoch: int) -> tuple[Ints, Ints]:
         """Return the blocks in their order, and the number of rows up to the end of each group."""
@@ -172,7 +183,7 @@ class Packs:
         rng = np.random.default_rng([*self.key, epoch, *([group] if len(self._rows) > 1 else [])])
         offsets, sizes, bounds = [], [], [np.zeros(1, np.int64)]
         for block in blocks.tolist():
-            place, size = self._pieces(self._starts(self._firsts[block]))
+            place, size, _ = self._pieces(self._starts(self._firsts[block]))
             pieces = np.lexsort((rng.random(len(size)), -size))
             rows = best_fit(size[pieces], self.context)
             slots = np.argsort(rows, kind="stable")
@@ -224,11 +235,18 @@ class Packs:
 class ExamplePacks(Packs):
     """Rows of whole examples, packed as documents are. An example as long as a row has a row of its own.
 
-    `stream` holds records, which are inputs and targets as they are: nothing is put before or after an example.
+    `stream` holds records, which are inputs and targets as they are: nothing is put before or after an example. Pieces of a
+    longer example from which nothing is learned are left out.
     """
 
     def _are_last(self, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return (tokens["flags"] & LAST).astype(bool)
+
+    def _have_targets(self, starts: Ints, offsets: Ints, sizes: Ints) -> npt.NDArray[np.bool_]:
+        scored = self.stream[int(starts[0]) : int(starts[-1])]["flags"] & SCORED
+        before = np.concatenate([[0], np.cumsum(scored, dtype=np.int64)])
+        first = offsets - starts[0]
+        return before[first + sizes] > before[first]
 
     def _read(self, offset: int, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         records = self.stream[offset : offset + size]

@@ -1,4 +1,7 @@
-"""Steps that would harm the weights: a loss or gradient that is not finite, or a gradient norm far above those before."""
+"""Steps that would harm the weights: a loss or gradient that is not finite, a norm far above those before, or no target.
+
+Without a target the gradient is zero, and the optimizer's moments alone would move the weights.
+"""
 
 import math
 import warnings
@@ -12,7 +15,7 @@ from .checkpoint import CheckpointState, checkpoints
 from .metrics import FaultMetrics
 from .trainer import ON_DIVERGING, Callback, Trainer, Update
 
-Fault = Literal["nonfinite", "outlier"]
+Fault = Literal["nonfinite", "outlier", "no target"]
 
 OUTLIER_STEPS = 128  # as OLMo-core's SkipStepOptimizer
 MOST_NONFINITE = 10  # steps since the last checkpoint, after which training stops under every policy
@@ -49,7 +52,7 @@ class Faults(Callback):
     def on_gradients(self, trainer: Trainer, update: Update) -> None:
         """Skip a faulty step, go back, or end training."""
         loss, norm, at_step = update.loss_nats, update.gradient_norm, trainer.step + 1
-        fault = self.fault(loss, norm)
+        fault = self.fault(loss, norm, update.targets)
         if fault is None:
             return
         update.action = "skip"
@@ -60,7 +63,8 @@ class Faults(Callback):
                 trainer.roll_back()
         if trainer.processes.is_first:
             follows = "it is skipped" if update.action == "skip" else f"training goes back to step {trainer.step}"
-            warnings.warn(f"step {at_step} has loss {loss:.4g} and gradient norm {norm:.4g}; {follows}", stacklevel=2)
+            met = f"loss {loss:.4g} and gradient norm {norm:.4g}" if update.targets else "no target to learn"
+            warnings.warn(f"step {at_step} has {met}; {follows}", stacklevel=2)
         trainer.report(
             FaultMetrics(
                 step=trainer.step + 1,
@@ -72,9 +76,9 @@ class Faults(Callback):
             )
         )
 
-    def fault(self, loss: float, norm: float) -> Fault | None:
+    def fault(self, loss: float, norm: float, targets: int = 1) -> Fault | None:
         """Return what is wrong with a step."""
-        self._last = self._judged(loss, norm)
+        self._last = self._judged(loss, norm) if targets else "no target"
         self.nonfinite += self._last == "nonfinite"
         return self._last
 

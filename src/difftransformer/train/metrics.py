@@ -75,7 +75,7 @@ class FaultMetrics:
     """
 
     step: int
-    fault: Literal["nonfinite", "outlier"]
+    fault: Literal["nonfinite", "outlier", "no target"]
     action: Literal["skip", "rollback"]
     at_step: int
     faulty_loss_nats: float | None

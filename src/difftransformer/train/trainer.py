@@ -58,12 +58,14 @@ class Update:
         loss_nats: Mean loss over the tokens of all processes.
         gradient_norm: Norm of the gradients of all processes, before clipping.
         gradient_norms: The same, of each part of the model.
+        targets: Number of tokens that count in the loss, over all processes.
         action: None updates the weights, "skip" leaves them as they are, and after "rollback" the step has not been.
     """
 
     loss_nats: float
     gradient_norm: float
     gradient_norms: dict[str, float]
+    targets: int
     action: Literal["skip", "rollback"] | None = None
 
 
@@ -301,7 +303,8 @@ class Trainer:
             loss += mean.detach()
         clip = config.optimizer.clip_norm
         norm, norms = self.mesh.clip_gradients(self.model, float("inf") if clip is None else clip)
-        return Update(loss_nats=self.mesh.sum(loss.item()), gradient_norm=norm, gradient_norms=norms)
+        figures: dict[str, Any] = {"gradient_norm": norm, "gradient_norms": norms, "targets": batch.step_targets}
+        return Update(loss_nats=self.mesh.sum(loss.item()), **figures)
 
     def validate_if_due(self) -> bool:
         """Validate after the last step and every `validate_every`, unless that has been done or a signal ends it.
