@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from difftransformer.data import DataConfig, iter_documents, prepare, prepare_shards
+from difftransformer.data import DataConfig, SourceConfig, iter_documents, prepare, prepare_shards
 from difftransformer.errors import ConfigError, DataError
 from tests.data.conftest import request
 
@@ -51,6 +51,17 @@ def test_needle_words_become_tokens(text, tmp_path):
 def test_impossible_requests_are_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
         DataConfig(**fields)
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "byte"])
+def test_a_missing_source_is_refused_before_anything_is_read(text, tmp_path, caplog, tokenizer):
+    caplog.set_level("INFO")
+    sources = [SourceConfig(source=str(text)), SourceConfig(source=str(tmp_path / "gone"))]
+    for where in ({"mixture": sources}, {"source": str(tmp_path / "gone")}):
+        with pytest.raises(DataError, match="gone': no such file or folder"):
+            prepare_shards(DataConfig(**where, tokenizer=tokenizer, vocab_size=300, folder=str(tmp_path / "s")))
+    assert not [line for line in caplog.messages if "training a BPE" in line or str(text) in line]
+    assert not [*tmp_path.glob("s/*/*")]
 
 
 def test_the_request_is_recorded_without_its_place(text, tmp_path):

@@ -1,5 +1,6 @@
 """Readers and the split."""
 
+import gzip
 import json
 import os
 import random
@@ -24,7 +25,6 @@ def test_a_folder_is_read_recursively_in_the_order_of_names(tmp_path):
     write(tmp_path / "a" / "z.md", "first\r\n")
     write(tmp_path / "c.jsonl", '{"text": "third"}\n\n{"text": "fourth", "name": "named"}\n')
     write(tmp_path / "d.py", "fifth")
-    write(tmp_path / "empty.txt", "")
     write(tmp_path / "picture.png", b"\x89PNG")
     write(tmp_path / ".git" / "hidden.txt", "hidden")
     write(tmp_path / ".hidden.txt", "hidden")
@@ -35,6 +35,32 @@ def test_a_folder_is_read_recursively_in_the_order_of_names(tmp_path):
         Document("named", "fourth"),
         Document("d.py", "fifth"),
     ]
+
+
+def test_all_formats_have_one_rule_for_missing_text_and_for_names(tmp_path):
+    """A document without text is left out and counted, and a suffix may be in upper case."""
+    rows = [{"text": "one"}, {"text": ""}, {"text": None}, {"text": " "}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    write(tmp_path / "rows" / "a.JSONL", lines)
+    write(tmp_path / "rows" / "b.Jsonl.GZ", gzip.compress(lines.encode()))
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows" / "c.PARQUET")
+    names = [path.name for path in sorted((tmp_path / "rows").iterdir())]
+    for name in names:
+        write(tmp_path / "text" / f"{name}-0.TXT", "one")
+        write(tmp_path / "text" / f"{name}-1.Md", "")
+        write(tmp_path / "text" / f"{name}-2.PY", "")
+        write(tmp_path / "text" / f"{name}-3.txt", " ")
+        path = tmp_path / "rows" / name
+        with pytest.warns(UserWarning, match=rf"^{path}: 2 of 4 documents have no text, and are left out$"):
+            documents = read_documents(str(path))
+        assert documents == [Document(f"{name}:1", "one"), Document(f"{name}:4", " ")]
+    for folder in ("rows", "text"):
+        with pytest.warns(
+            UserWarning, match=rf"^{tmp_path / folder}: 6 of 12 documents have no text, and are left out$"
+        ):
+            assert [document.text for document in read_documents(str(tmp_path / folder))] == ["one", " "] * 3
 
 
 def test_linked_folders_are_read_once(tmp_path):
@@ -94,12 +120,12 @@ def test_jsonl_keeps_line_separators_inside_a_text(tmp_path):
     [
         ("bad.txt", b"good \xff bad", ["bad.txt", "not UTF-8", "byte 0xff at offset 5", "convert"]),
         ("cut.txt", b"caf\xc3", ["cut.txt", "byte 0xc3 at offset 3"]),
-        ("empty.txt", b"", ["empty.txt", "the file is empty"]),
-        ("empty.jsonl", b"\n\n", ["empty.jsonl", "the file is empty", '"text"']),
+        ("empty.txt", b"", ["empty.txt", "the file has no text"]),
+        ("empty.jsonl", b"\n\n", ["empty.jsonl", "the file has no text", '"text"']),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', ["a.jsonl", "line 2 is not JSON", "column 10"]),
         ("b.jsonl", b'{"body": "x"}', ["line 1", 'no string "text"', "['body']"]),
         ("c.jsonl", b'["x"]', ["line 1", "is a JSON list"]),
-        ("d.jsonl", b'{"text": ""}', ["line 1", 'an empty "text"']),
+        ("d.jsonl", b'{"text": ""}', ["d.jsonl: the file has no text"]),
         ("e.jsonl", b'{"text": "x", "name": 3}', ["line 1", '"name" 3', "must be a string"]),
         ("f.jsonl", b'\n{"text": "\\ud800"}', ["line 2", "surrogate"]),
         ("g.pdf", b"x", ["g.pdf", "'.pdf' are not read", "python-stdlib", "hf:NAME"]),
@@ -171,7 +197,8 @@ def fake_datasets(monkeypatch, columns, calls):
 def test_a_hugging_face_name_is_read_by_datasets(monkeypatch, source, call, name):
     calls = []
     fake_datasets(monkeypatch, {"text": ["", "one", None]}, calls)
-    assert read_documents(source) == [Document(name, "one")]
+    with pytest.warns(UserWarning, match=f"^source '{source}': 2 of 3 documents have no text, and are left out$"):
+        assert read_documents(source) == [Document(name, "one")]
     assert calls == [call]
 
 

@@ -188,7 +188,7 @@ def test_impossible_mixtures_are_refused(tmp_path, fields, words):
 
 def test_an_empty_or_missing_source_of_a_mixture_is_named(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
-    for name, words in (("empty.jsonl", "empty.jsonl: the file is empty"), ("none.txt", "no such file or folder")):
+    for name, words in (("empty.jsonl", "empty.jsonl: the file has no text"), ("none.txt", "no such file or folder")):
         config = recipe_mixture(tmp_path, mixture=[{"source": str(tmp_path / one)} for one in ("a.jsonl", name)])
         with pytest.raises(DataError, match=words) as caught:
             prepare_shards(config)

@@ -41,7 +41,16 @@ from .shards import (
     write_manifest,
 )
 from .synthetic import PREFIX, synthetic_shards, synthetic_task
-from .text import Reading, is_missing, is_of_unknown_size, iter_documents, iter_split, source_bytes, source_state
+from .text import (
+    HUB_PREFIXES,
+    Reading,
+    is_missing,
+    is_of_unknown_size,
+    iter_documents,
+    iter_split,
+    source_bytes,
+    source_state,
+)
 from .tokenizer import BYTE_VOCABULARY, SPECIAL_TOKENS, Tokenizer, load_tokenizer, train_bpe
 from .writing import TextDigest, write_documents
 
@@ -155,7 +164,9 @@ def prepare_shards(config: DataConfig, *, made: Sequence[Path] = ()) -> Shards:
         opened = [Shards.open(folder) for folder in made]
     else:
         mixed = _mixture_tokenizer(config) if config.mixture and config.tokenizer == "bpe" else None
-        opened = [_Request(config, one.source, mixed).shards() for one in sources]
+        absent_first = sorted((one.source for one in sources), key=is_missing, reverse=True)  # before any text is read
+        found = {source: _Request(config, source, mixed).shards() for source in absent_first}
+        opened = [found[one.source] for one in sources]
     return Shards.mix(list(zip(sources, opened, strict=True))) if config.mixture else opened[0]
 
 
@@ -256,7 +267,6 @@ class _Request:
         if tokenizer is None and self.config.tokenizer != "bpe":
             tokenizer = load_tokenizer(self.config.tokenizer)
         if tokenizer is None:
-            logger.info("training a BPE on %s", self.source)
             tokenizer = _train_bpe(self.config, [self.source])
         logger.info("tokenising %s in %s", self.source, self.root)
         is_large = (source_bytes(self.source) or math.inf) >= _LARGE_BYTES
@@ -324,7 +334,6 @@ def _mixture_tokenizer(config: DataConfig) -> Tokenizer:
         with locked(root, name=f".{folder.name}.lock", wait=True):
             place = made()
             if place is None:
-                logger.info("training a BPE on %s", ", ".join(sources))
                 _train_bpe(config, sources).save(folder)
                 write_text_atomically(folder / _MIXTURE_FILE, json.dumps(states) + "\n")
                 if store is not None:
@@ -334,6 +343,10 @@ def _mixture_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _train_bpe(config: DataConfig, sources: Sequence[str]) -> Tokenizer:
+    for source in sources:
+        if not source.startswith(HUB_PREFIXES):
+            iter_documents(source)  # raises an error if there is no such text, before any other is read
+    logger.info("training a BPE on %s", ", ".join(sources))
     sentences = [FULL.stub(city) + "\n" for city in CITIES_SEEN] * config.needle_words
     return train_bpe(chain(_training_text(config, sources), sentences), config.vocab_size)
 

@@ -109,7 +109,7 @@ def _lines(path: Path, on_read: OnRead) -> Iterator[bytes]:
                 before, place = place, raw.tell()
                 on_read(place - before)
         except (OSError, EOFError, zlib.error) as error:
-            if path.suffix not in (".gz", ".zst"):
+            if path.suffix.lower() not in (".gz", ".zst"):
                 raise
             reason = str(error).partition("\n")[0]
             raise DataError(
@@ -118,9 +118,9 @@ def _lines(path: Path, on_read: OnRead) -> Iterator[bytes]:
 
 
 def _decompressed(path: Path, raw: io.BufferedReader) -> Iterable[bytes]:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return gzip.GzipFile(fileobj=raw)
-    if path.suffix != ".zst":
+    if path.suffix.lower() != ".zst":
         return raw
     return io.BufferedReader(_arrow(path).CompressedInputStream(raw, "zstd"))
 

@@ -10,6 +10,7 @@ import json
 import os
 import sysconfig
 import time
+import warnings
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -85,14 +86,15 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
     """Yield the documents of a source, in an order fixed by their names.
 
     Args:
-        source: `python-stdlib` (see `read_stdlib`); a folder, which is read recursively without hidden and empty files; a
-            `.txt`, `.md` or `.py` file, which is one document; a `.jsonl` file (also `.jsonl.gz` and `.jsonl.zst`) with one
-            object per line that has a string `text` and optionally a string `name`; a `.parquet` file with such columns; or
+        source: `python-stdlib` (see `read_stdlib`); a folder, which is read recursively without hidden files; a `.txt`, `.md`
+            or `.py` file, which is one document; a `.jsonl` file (also `.jsonl.gz` and `.jsonl.zst`) with one object per line
+            that has a string `text` and optionally a string `name`; a `.parquet` file with such columns; or
             `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults to `train`, and CONFIG may be empty,
             as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
         reading: Gets how much of it has been read.
 
-    In place of `text`, a row may have `messages`, and is a `Conversation`, or `input_ids`, and is an `Example`.
+    Names of files may end in upper case too. A file or row whose text is empty is left out, and counted in a warning. In
+    place of `text`, a row may have `messages`, and is a `Conversation`, or `input_ids`, and is an `Example`.
 
     Raises:
         DataError: The source is none of these, is missing or empty, or holds text that is broken or not UTF-8.
@@ -110,12 +112,17 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
         if not files:
             raise DataError(f"{path}: no {', '.join(SUFFIXES)} file in this folder; name a folder that holds text")
     else:
-        files, missing = [(path.name, path)], "the file is empty; name a file with text in it"
-        if path.name.endswith(JSONL_SUFFIXES):
-            missing = 'the file is empty; give one JSON object with a "text" field on each line'
-        if not path.name.endswith(SUFFIXES):
+        files, missing = [(path.name, path)], "the file has no text; name another one"
+        if is_named(path, JSONL_SUFFIXES):
+            missing = 'the file has no text; give one JSON object with a "text" field on each line'
+        if not is_named(path, SUFFIXES):
             raise DataError(f"source {source!r}: files ending in {path.suffix!r} are not read; allowed are {SOURCES}")
-    return _read_files(files, DataError(f"{path}: {missing.format(len(files))}"), reading)
+    return _read_files(files, str(path), missing.format(len(files)), reading)
+
+
+def is_named(path: Path, suffixes: Sequence[str]) -> bool:
+    """Whether the name of a file ends in one of these, in upper or lower case."""
+    return path.name.lower().endswith(tuple(suffixes))
 
 
 def walk(
@@ -125,7 +132,7 @@ def walk(
 
     A folder that has several names, since it is linked, is read under one of them.
     """
-    files, seen, tops = [], set[str](), [str(folder)]
+    files, seen, tops = list[tuple[str, Path]](), set[str](), [str(folder)]
     for top in tops:  # folders that are linked follow, so that what is in this one keeps its name
         for current, folders, names in os.walk(top):
             if (real := os.path.realpath(current)) in seen:
@@ -134,10 +141,8 @@ def walk(
             seen.add(real)
             folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in skipped_folders)
             tops += [link for name in folders if os.path.islink(link := os.path.join(current, name))]
-            for name in names:
-                if not name.startswith(".") and name.endswith(tuple(suffixes)):
-                    path = Path(current, name)
-                    files.append((path.relative_to(folder).as_posix(), path))
+            visible = (Path(current, name) for name in names if not name.startswith("."))
+            files += [(path.relative_to(folder).as_posix(), path) for path in visible if is_named(path, suffixes)]
     return sorted(files)
 
 
@@ -210,7 +215,7 @@ def source_bytes(source: str) -> int | None:
 def is_of_unknown_size(source: str) -> bool:
     """Whether files do not tell the size of a source's text: it is compressed, or a set of the Hugging Face hub."""
     located = _source_files(source)
-    return located is None or not all(path.name.endswith((*TEXT_SUFFIXES, ".jsonl")) for _, path in located[1])
+    return located is None or not all(is_named(path, (*TEXT_SUFFIXES, ".jsonl")) for _, path in located[1])
 
 
 def _source_files(source: str) -> tuple[Path, list[tuple[str, Path]]] | None:
@@ -300,35 +305,42 @@ def _cut_document(
     )
 
 
-def _read_files(files: Sequence[tuple[str, Path]], empty: DataError, reading: Reading) -> Iterator[AnyDocument]:
-    """Yield the documents of files; raise `empty` if there are none."""
+def _read_files(files: Sequence[tuple[str, Path]], source: str, empty: str, reading: Reading) -> Iterator[AnyDocument]:
     for _, path in files:
         with readable(path):
             reading.total += path.stat().st_size
-    is_empty = True
-    for name, path in files:
-        for document in _read_file(path, name, reading):
-            is_empty = False
+    return _with_text((one for name, path in files for one in _read_file(path, name, reading)), source, empty)
+
+
+def _with_text(documents: Iterable[AnyDocument | None], source: str, empty: str) -> Iterator[AnyDocument]:
+    """Yield documents, but not those without text (None): a warning counts them, and it is an error if all are such."""
+    read = left_out = 0
+    for document in documents:
+        if document is None:
+            left_out += 1
+        else:
+            read += 1
             yield document
-    if is_empty:
-        raise empty
+    if not read:
+        raise DataError(f"{source}: {empty}")
+    if left_out:
+        warnings.warn(
+            f"{source}: {left_out:,} of {read + left_out:,} documents have no text, and are left out", stacklevel=2
+        )
 
 
-def _read_file(path: Path, name: str, reading: Reading) -> Iterator[AnyDocument]:
-    if path.name.endswith(JSONL_SUFFIXES):
+def _read_file(path: Path, name: str, reading: Reading) -> Iterator[AnyDocument | None]:
+    """Yield the documents of a file, and None for each that has no text."""
+    if is_named(path, JSONL_SUFFIXES):
         for number, row in json_lines(path, reading.add):
             place, row_name = f"{path}: line {number}", row.get("name")
             if not isinstance(row_name, str | None):
                 raise DataError(f'{place} has the "name" {short(row_name)}; it must be a string, or left out')
-            document = _row_document(row, f"{name}:{number}" if row_name is None else row_name, place)
-            if document is None:
-                raise DataError(f'{place} has an empty "text"; give it text or remove the line')
-            yield document
-    elif path.suffix == ".parquet":
+            yield _row_document(row, f"{name}:{number}" if row_name is None else row_name, place)
+    elif is_named(path, [".parquet"]):
         for number, row in enumerate(parquet_rows(path, FIELDS, reading.add), start=1):
             row_name = row["name"] if isinstance(row.get("name"), str) else f"{name}:{number}"
-            if document := _row_document(row, row_name, f"{path}: row {number}"):
-                yield document
+            yield _row_document(row, row_name, f"{path}: row {number}")
     elif (size := path.stat().st_size) > LARGE_BYTES:
         with path.open("rb") as file:
             start = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
@@ -336,8 +348,7 @@ def _read_file(path: Path, name: str, reading: Reading) -> Iterator[AnyDocument]
     else:
         text = read_text(path)
         reading.add(size)
-        if text:
-            yield Document(name, text)
+        yield Document(name, text) if text else None
 
 
 def _row_document(row: dict[str, Any], name: str, place: str) -> AnyDocument | None:
@@ -369,11 +380,10 @@ def _read_hub(source: str, reading: Reading) -> Iterator[AnyDocument]:
             )
         rows = rows.select_columns([column for column in FIELDS if column in columns and column != "name"])
     reading.total = 0 if streaming else len(rows)
-    is_empty = True
-    for index, row in enumerate(rows):
-        if document := _row_document(row, f"{name}/{split}/{index}", f"source {source!r}: row {index}"):
-            is_empty = False
-            yield document
-        reading.add(1)
-    if is_empty:
-        raise DataError(f"source {source!r}: the split {split!r} holds no text; name another split")
+
+    def documents() -> Iterator[AnyDocument | None]:
+        for index, row in enumerate(rows):
+            yield _row_document(row, f"{name}/{split}/{index}", f"source {source!r}: row {index}")
+            reading.add(1)
+
+    return _with_text(documents(), f"source {source!r}", f"the split {split!r} holds no text; name another split")
