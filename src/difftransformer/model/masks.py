@@ -32,8 +32,8 @@ def arrange_rows(
         hidden: (B, T, M) embeddings of the new tokens.
         attention_mask: (B, past + T) with 0 for padding; or a mask that broadcasts to (B, H, T, S), bool (True = may
             attend) or additive (0 or -inf), and replaces every other restriction, causality included; or None.
-        position_ids: (B, T), or (1, T) for all rows; None counts on from the cache. A new packed document starts wherever
-            the ids do not increase by one; cached tokens belong to the first document of a row.
+        position_ids: (B, T), or (1, T) for all rows; None counts on from the cache. Packed documents are told by them (see
+            `packed_starts`); cached tokens belong to the first document of a row.
         cu_seqlens: Cumulative lengths of the documents in a single row, or None.
         cache: Cache of earlier keys and values, or None.
         window: Sliding window in tokens, or None.
@@ -77,7 +77,10 @@ def arrange_rows(
 
 
 def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return True where a packed document starts: where position ids do not increase by one, except in padding.
+    """Return True where a packed document starts: where positions fall, or 0 follows 0, after a document of one token.
+
+    Positions that jump forward, as in PoSE (arXiv:2309.10400) or beside evicted tokens, stay in their document. Padding belongs
+    to no document: each token is compared with the last one before it that is real.
 
     Args:
         position_ids: (B, T).
@@ -86,12 +89,14 @@ def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor
     Returns:
         (B, T) bool. The first column is False: the start of a row is implied.
     """
-    restarts = torch.zeros_like(position_ids, dtype=torch.bool)
-    restarts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    before = position_ids
     if attention_mask is not None:
         real = attention_mask.bool()
-        restarts[:, 1:] &= real[:, 1:] & real[:, :-1]
-    return restarts
+        places = torch.arange(real.shape[1], device=real.device)
+        before = position_ids.where(real, -1).gather(1, places.where(real, 0).cummax(1).values)
+    starts = torch.zeros_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = (position_ids[:, 1:] < before[:, :-1]) | ((position_ids[:, 1:] == 0) & (before[:, :-1] == 0))
+    return starts if attention_mask is None else starts & real
 
 
 def row_lengths(starts: Tensor) -> Tensor:

@@ -145,8 +145,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             input_ids: (B, T) token ids.
             attention_mask: (B, past + T), 0 for padding on either side; or a mask that broadcasts to (B, H, T, S), bool
                 (True = may attend) or additive (0 or -inf), and replaces every other restriction, causality included.
-            position_ids: (B, T). A new packed document starts wherever they do not increase by one; it sees nothing before
-                its start. Cached tokens belong to the first document of a row.
+            position_ids: (B, T). A new packed document starts wherever they fall, or 0 follows 0; it sees nothing before its
+                start. They may jump forward. Cached tokens belong to the first document of a row.
             past_key_values: Cache of transformers, to which new keys and values are appended.
             inputs_embeds: (B, T, M) embeddings in place of input_ids.
             use_cache: Whether to make a DynamicCache if none is given. Defaults to config.use_cache, and to False in
