@@ -164,6 +164,10 @@ def test_trainer(attention_type, needs, tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     assert losses(resumed) == losses(trainer)
     assert torch.equal(logits(resumed.model, ids), logits(trainer.model, ids))
+    expected = torch.stack([logits(trainer.model, row["input_ids"][None])[0] for row in rows])
+    trainer.model.loss_chunk_tokens = 7
+    predicted = torch.tensor(trainer.predict(rows).predictions)
+    torch.testing.assert_close(predicted, expected, rtol=0, atol=1e-5)
 
 
 @pytest.fixture

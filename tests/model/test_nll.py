@@ -86,6 +86,26 @@ def test_model_with_labels(extra, autocast):
     assert model(ids).logits is not None
 
 
+@pytest.mark.parametrize("family", [None, "qwen3"])
+def test_logits_are_there_unless_training_asks_otherwise(family):
+    """Evaluation with labels, as by Trainer.predict, has them although a chunk is set; a loss alone is asked for by name."""
+    model, ids = tiny(), tokens(2, 24)
+    if family is not None:
+        fields = BASE | {"num_key_value_heads": 2, "head_dim": 8}
+        model = scramble(AutoModelForCausalLM.from_config(family_config(family)(**fields))).eval()
+    expected = model(ids).logits
+    model.loss_chunk_tokens = 7
+    losses = []
+    for training, skips, has_logits in (
+        (False, None, True), (True, None, False), (False, True, False), (True, False, True),
+    ):  # fmt: skip
+        output = model.train(training)(input_ids=ids, labels=ids, skip_logits=skips)
+        assert (output.logits is not None) == has_logits
+        assert not has_logits or torch.equal(output.logits, expected)
+        losses.append(output.loss.item())
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+
+
 def test_logits_of_one_chunk_are_in_memory():
     hidden, weight, targets = _case(torch.float32, rows=512, width=8, vocabulary=4000)
     logits_bytes = 4 * 512 * 4000
@@ -123,7 +143,7 @@ def test_labels_of_another_number_of_tokens_are_refused():
     model, ids = tiny(), tokens(2, 24)
     with pytest.raises(ValueError, match="batch_size"):
         model(ids, labels=ids, logits_to_keep=5)
-    model.loss_chunk_tokens = 7
+    model.train().loss_chunk_tokens = 7
     with pytest.raises(ShapeError, match=r"^targets have shape \(2, 24\), expected \(2, 5\)") as error:
         model(ids, labels=ids, logits_to_keep=5)
     assert "\n" not in str(error.value)

@@ -292,6 +292,16 @@ def test_layers_are_compiled_where_asked(tmp_path, train_toy, monkeypatch):
         assert compiled == ["DecoderLayer"] * 2 * asked
 
 
+def test_the_returned_model_has_logits_beside_its_loss(tmp_path, train_toy):
+    model = train_toy(tmp_path, steps=1, loss_chunk_tokens=24)
+    ids = torch.arange(6)[None]
+    for training in (model.training, False):
+        output = model.train(training)(ids, labels=ids)
+        assert output.logits.shape == (1, 6, model.config.vocab_size)
+        loss = F.cross_entropy(output.logits[0, :-1], ids[0, 1:])
+        assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("fields", [{"z_loss": 0.01}, {"z_loss": 0.01, "loss_chunk_tokens": 24}, {}], ids=str)
 def test_the_loss_of_a_step_is_that_of_the_configuration(
     fields, tmp_path, train_toy, read_run, toy_recipe, toy_shards, model_config

@@ -309,13 +309,15 @@ def _differential(plain: Any, config: type[Any], family: str) -> type[Any]:
 
 
 def _with_chunked_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the `forward` of a family's language model with the loss in chunks where `loss_chunk_tokens` is set."""
+    """Return the `forward` of a family's language model with `skip_logits`, as `DiffTransformerForCausalLM` has it."""
 
     @can_return_tuple
     @wraps(forward)
     def chunked(self: Any, *arguments: Any, **options: Any) -> Any:
+        skips = options.pop("skip_logits", None)
+        skips = self.training if skips is None else skips
         needs_logits = arguments or options.get("labels") is None or options.keys() & NEEDS_LOGITS
-        if needs_logits or not self.has_loss_in_chunks():
+        if needs_logits or not (skips and self.has_loss_in_chunks()):
             return forward(self, *arguments, **options)
         of_loss = ("labels", "shift_labels", "num_items_in_batch", "z_loss")
         given = {name: options.pop(name) for name in of_loss if name in options}

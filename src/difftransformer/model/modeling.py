@@ -234,8 +234,8 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     """The language model. `forward` and `generate` behave like those of LlamaForCausalLM.
 
     Attributes:
-        loss_chunk_tokens: None, or the number of tokens whose logits are in memory at a time when `labels` are given. The
-            output's logits are then None.
+        loss_chunk_tokens: None, or the number of tokens whose logits are in memory at a time when `labels` are given in
+            training. The output's logits are then None (see `forward`).
 
     Raises:
         ConfigError: config.is_causal is False.
@@ -287,6 +287,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute the logits of the next token, and the loss if labels are given.
@@ -296,6 +297,8 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             labels: (B, T) token ids, shifted inside; -100 is ignored. The loss is the mean in nats per token, or the sum
                 divided by `num_items_in_batch` if that is given.
             logits_to_keep: Number of last positions to compute logits for (0 = all), or the indices of positions.
+            skip_logits: Whether the output has no logits where labels and loss_chunk_tokens are given. None means in training
+                alone.
             **kwargs: output_attentions, output_hidden_states, cu_seq_lens_q, num_items_in_batch, shift_labels (labels that are
                 shifted already), return_dict.
         """
@@ -314,7 +317,8 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
         logits = loss = None
-        if labels is None or not self.has_loss_in_chunks():
+        skips = self.training if skip_logits is None else skip_logits
+        if labels is None or not (skips and self.has_loss_in_chunks()):
             logits = self.lm_head(hidden)
         else:
             assert self.loss_chunk_tokens is not None  # by has_loss_in_chunks

@@ -43,7 +43,7 @@ def summed_next_token_nll(
     has_chunks: Any = getattr(model, "has_loss_in_chunks", None)  # models of transformers have none
     if has_chunks is not None and has_chunks():
         labels: dict[str, Any] = {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1, "z_loss": z_loss}
-        return model(input_ids=input_ids, **labels, use_cache=False, **where).loss
+        return model(input_ids=input_ids, **labels, skip_logits=True, use_cache=False, **where).loss
     if not z_loss:
         return next_token_nll(model, input_ids, targets, **where).sum()
     logits = model(input_ids=input_ids, use_cache=False, **where).logits.float().flatten(0, 1)

@@ -366,13 +366,14 @@ class Trainer:
                 callback.on_metrics(self, metrics)
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and close files and callbacks."""
+        """Wait for a checkpoint that is being written, close files and callbacks, and let the model give logits again."""
         self._saver.close()
         self.loader.close()
         for callback in self.callbacks:
             callback.close()
         if self._log is not None:
             self._log.close()
+        self.model.loss_chunk_tokens = None
 
 
 @torch.no_grad()
