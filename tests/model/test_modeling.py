@@ -1,12 +1,14 @@
 """The model against the paper's equations written a second time, transformers' Llama, and hand-computed losses."""
 
 import itertools
+import logging
 import re
 
 import pytest
 import torch
 from torch.export import Dim
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import warning_once
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.attention import VARIANTS
@@ -514,6 +516,32 @@ class TestTraining:
             saved.eval()(ids, past_key_values=cache)
         with pytest.raises(ConfigError, match="past_key_values with gradient checkpointing"):
             saved.train()(ids, past_key_values=cache)
+
+    def test_generate_in_training_mode_with_gradient_checkpointing_warns_as_llama_does(self, caplog):
+        """The cache is dropped and the same tokens come out, each of which saw one token; a plain step is silent."""
+        model, said, made = tiny(attention_type="softmax", tie_word_embeddings=False), [], []
+        sizes = {name: value for name, value in BASE.items() if name != "initialization"}
+        sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "rms_norm_eps": 1e-5}
+        llama = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, tie_word_embeddings=False))
+        llama.load_state_dict(model.state_dict(), strict=True)
+        caplog.set_level("WARNING")
+        transformers_log = logging.getLogger("transformers")
+        transformers_log.addHandler(caplog.handler)  # its records do not reach the root
+        for each in (model, llama):
+            getattr(each.train(), "activation_checkpointing_enable", each.gradient_checkpointing_enable)()
+            warning_once.cache_clear()
+            made.append(each.generate(tokens(1, 5), max_new_tokens=4, do_sample=False))
+            lines = [record.message for record in caplog.records]
+            said.append([line for line in lines if line.startswith("Caching is incompatible with gradient")])
+            caplog.clear()
+            warning_once.cache_clear()
+        model(tokens(1, 5), labels=tokens(1, 5)).loss.backward()
+        transformers_log.removeHandler(caplog.handler)
+        assert not caplog.records
+        assert [len(lines) for lines in said] == [1, 1]
+        assert "`past_key_values=None`" in said[0][0]
+        assert "`past_key_values=None`" in said[1][0]
+        assert torch.equal(*made)
 
     def test_it_learns_a_batch_by_heart(self):
         model = DiffTransformerForCausalLM(tiny_config()).train()

@@ -22,6 +22,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -36,6 +37,8 @@ from .masks import arrange_rows
 from .nll import chunked_loss
 from .pretrained import DiffTransformerPreTrainedModel
 from .transformers_errors import FOREIGN_FAULTS
+
+logger = logging.get_logger(__name__)
 
 
 class SwiGLU(nn.Module):
@@ -183,6 +186,11 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 raise ConfigError(
                     "past_key_values with gradient checkpointing: layers are computed twice, and would add their keys twice; "
                     "turn it off (gradient_checkpointing_disable) or pass no past"
+                )
+            if use_cache or past_key_values is not None:
+                logger.warning_once(
+                    "Caching is incompatible with gradient checkpointing in DecoderLayer. Setting `use_cache=False`, "
+                    "`past_key_values=None`. Tokens that are generated one by one then see none before them: call eval() first"
                 )
             past_key_values, use_cache = None, False
         if use_cache is None:
