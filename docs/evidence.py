@@ -85,8 +85,10 @@ def section(one: Studied, has_figure: bool) -> str:
     """Return what the page of a study says of one of its sizes."""
     evidence, index = one.evidence, one.evidence.index
     stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
+    correction = index.correction
     lines = [
         f"## {evidence.path.stem}",
+        *([f"**Correction. {correction.stands}** {correction.why}"] if correction else []),
         f"**{index.question}** {index.about}",
         f"`{index.command}` ([records]({evidence.path.name}), {progress_words(evidence)}). This study {stage}.",
     ]
@@ -99,7 +101,7 @@ def section(one: Studied, has_figure: bool) -> str:
         lines.append(f"![{index.question}](../../../figures/{figure_file(one).name})")
     lines += confirming(one) if index.plan else exploring(one)
     first, *more = changes_words(one)
-    lines.append(f"Changes after data: {first}" if not more else "\n- ".join(["Changes after data:\n", first, *more]))
+    lines.append(f"Disclosed: {first}" if not more else "\n- ".join(["Disclosed:\n", first, *more]))
     lines += [words for words in (shared_words(one),) if words]
     return "\n\n".join(lines) + "\n"
 

@@ -97,7 +97,7 @@ def test_every_study_says_what_was_changed_and_whether_it_confirms():
     sections = [text for page in STUDIES for text in re.split(r"^## ", page.read_text("utf-8"), flags=re.MULTILINE)[1:]]
     assert len(sections) >= 7
     for section in sections:
-        assert "Changes after data:" in section
+        assert "Disclosed:" in section
         explores = "This study explores: nothing in it is confirmed." in section
         assert explores != ("This study confirms a plan." in section)
         if explores:
@@ -126,7 +126,7 @@ def test_the_section_of_a_plan_has_its_questions_its_contrasts_and_all_rates(mon
     assert text.startswith("## laptop\n")
     assert "This study confirms a plan." in text
     assert "2.200 | 2.100 * | at the edge |" in text
-    assert "Changes after data:\n\n- 1 February 2026: One.\n- abc: Two.\n" in text
+    assert "Disclosed:\n\n- 1 February 2026: One.\n- abc: Two.\n" in text
     assert "SHA-256 " + "5" * 64 in text
 
 

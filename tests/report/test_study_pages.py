@@ -15,7 +15,7 @@ from difftransformer_lab.plots.style import COLOURS, MORE_COLOURS, REFERENCE_COL
 from difftransformer_lab.report import Studied, judge, read_claims, read_studies, studied, write_evidence
 from difftransformer_lab.report.answers import shared_words
 from difftransformer_lab.report.claims import Claim, ClaimTest, Explored, Named
-from difftransformer_lab.report.lead import what_would_decide
+from difftransformer_lab.report.lead import lead, what_would_decide
 from difftransformer_lab.report.page import Page as ReportPage
 from difftransformer_lab.report.page import all_tables, write_page
 from difftransformer_lab.report.studied import with_shared
@@ -25,6 +25,7 @@ from difftransformer_lab.results import (
     Change,
     ChosenRate,
     Contrast,
+    Correction,
     Question,
     RunFigure,
     StudyArm,
@@ -287,7 +288,23 @@ def test_a_claim_is_never_decided_by_exploration():
     assert judge([weak], [studied(controls(seen))])[0].state == "not tested with enough power"
     assert judge([Claim(claim="c", paper="p", not_testable="why")], [])[0].state == "not testable here"
     waiting = judge([Claim(claim="c", paper="p", not_run="many runs")], [])
-    assert claims_table(waiting).rows == [["c", "p", "not run yet", "", "many runs", ""]]
+    assert claims_table(waiting).rows == [["c", "p", "not run yet", "", "", "many runs", ""]]
+
+
+def test_a_claim_whose_only_evidence_is_confounded_is_open_and_a_corrected_study_says_what_stands():
+    correction = Correction(stands="Open: it copies.", why="Any number is right in 1/N.")
+    seen = {"diff": 0.9, "twin": 0.1}
+    found = studied(confirming(seen, correction=correction))
+    claim = dataclasses.replace(CLAIM, tests=[dataclasses.replace(CLAIM.tests[0], confounded="Copying does it.")])
+    (judged,) = judge([claim], [found])
+    assert (judged.state, [said.vote for said in judged.evident]) == ("open", ["confounded"])
+    assert judged.evident[0].words.endswith("). Copying does it.")
+    other = dataclasses.replace(claim, tests=[*claim.tests, *CLAIM.tests])
+    assert judge([other], [found])[0].state == "reproduced here"
+    ((*_, slug, scale, _, vote),) = claims_table([judged]).rows
+    assert (slug, scale, vote) == ("controls-laptop", "500k parameters, 12 tokens a parameter", "confounded")
+    assert brief_answer(found) == "Open: it copies."
+    assert lead(found).answer.startswith("Correction. Open: it copies. Any number is right in 1/N. What it answered: ")
 
 
 def test_what_was_explored_is_told_only_while_no_contrast_is_decided():
@@ -403,4 +420,4 @@ def test_studies_say_which_runs_they_share(tmp_path):
     named = dataclasses.replace(first.index, members=[own])
     pair = [studied(dataclasses.replace(first, index=index)) for index in (named, renamed)]
     assert [one.shared for one in with_shared(pair)] == [{"third-laptop": 1}, {"controls-laptop": 1}]
-    assert study_page(pair[0]).sections[-1].notes[1] == "Changes after data: None known."
+    assert study_page(pair[0]).sections[-1].notes[1] == "Disclosed: None known."

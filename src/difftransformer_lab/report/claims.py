@@ -2,8 +2,8 @@
 
 Only a contrast of a registered plan says anything for or against a claim. It is *for* the claim if it was decided to lie on
 the claim's side of zero, *against* it on the other side, *small* if it was decided to be smaller than the smallest effect that
-its plan looks for, and *open* if its test decided nothing. What studies found that explore is shown while no contrast is
-decided, and gives no state but "explored, not confirmed".
+its plan looks for, *confounded* if something else explains what was decided, and *open* if its test decided nothing. What
+studies found that explore is shown while no contrast is decided, and gives no state but "explored, not confirmed".
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +30,7 @@ ClaimState = Literal[
     "opposite",
     "mixed",
     "no difference as large as the paper's",
+    "open",
     "tested, not decided",
     "explored, not confirmed",
     "not tested with enough power",
@@ -38,15 +39,18 @@ ClaimState = Literal[
     "not run yet",
     "not testable here",
 ]
-Vote = Literal["for", "against", "small", "open", "planned", "explored", "too little power", "beside", "not run"]
+Vote = Literal[
+    "for", "against", "small", "open", "planned", "explored", "too little power", "beside", "not run", "confounded"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """A contrast of a confirming study, by its name in the plan."""
+    """A contrast of a confirming study, by its name in the plan. `confounded` says what else explains what it decides."""
 
     study: str
     contrast: str
+    confounded: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +123,7 @@ def judge(claims: Sequence[Claim], studies: Sequence[Studied]) -> list[Judged]:
 
 def _judged(claim: Claim, studies: Sequence[Studied]) -> Judged:
     evident = [one for named in (*claim.tests, *claim.beside) for one in _planned(named, studies)]
-    if not {one.vote for one in evident} & {"for", "against", "small"}:
+    if not {one.vote for one in evident} & {"for", "against", "small", "confounded"}:
         evident += [one for explored in claim.explored for one in _explored(explored, studies)]
     return Judged(claim=claim, state=_state(claim, {one.vote for one in evident}), evident=evident)
 
@@ -132,6 +136,7 @@ def _state(claim: Claim, votes: set[Vote]) -> ClaimState:
     rest: dict[Vote, ClaimState] = {
         "against": "opposite",
         "small": "no difference as large as the paper's",
+        "confounded": "open",
         "open": "tested, not decided",
         "explored": "explored, not confirmed",
         "too little power": "not tested with enough power",
@@ -147,7 +152,8 @@ def _planned(named: Named, studies: Sequence[Studied]) -> Iterator[Evident]:
             if finding.contrast.name == named.contrast:
                 assert study.registration is not None
                 vote = _vote(study.registration, finding, named)
-                yield Evident(study=study, words=finding_words(finding, study.registration), vote=vote)
+                words = ". ".join(filter(None, (finding_words(finding, study.registration), named.confounded)))
+                yield Evident(study=study, words=words, vote=vote)
 
 
 def _vote(registration: Registration, finding: Finding, named: Named) -> Vote:
@@ -157,6 +163,8 @@ def _vote(registration: Registration, finding: Finding, named: Named) -> Vote:
         return "beside"
     if not registration.is_registered:
         return "planned"
+    if finding.state in DECIDED and named.confounded:
+        return "confounded"
     if finding.state in DECIDED and finding.is_small:
         return "small"
     if finding.state in ("above", "below"):

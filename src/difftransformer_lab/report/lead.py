@@ -31,11 +31,17 @@ def lead(study: Studied) -> Lead:
     evidence = study.evidence
     deciding, command = what_would_decide(study)
     return Lead(
-        answer=plain_answer(study),
+        answer=corrected_words(evidence) + plain_answer(study),
         table=questions.verdicts_table(study) if evidence.index.plan else verdicts_table(evidence, study.rows),
         deciding=deciding,
         command=command,
     )
+
+
+def corrected_words(evidence: Evidence) -> str:
+    """Return what stands of a study and why, before what it answered; empty where nothing was corrected."""
+    correction = evidence.index.correction
+    return f"Correction. {correction.stands} {correction.why} What it answered: " if correction else ""
 
 
 def draw_lead(study: Studied) -> Drawing | None:

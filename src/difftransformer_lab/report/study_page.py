@@ -15,15 +15,16 @@ from .page import Lead, Page, Said, Section, no_gap, recipe_text, task_section, 
 from .reading import Evidence
 from .studied import Studied
 from .tables import Table, names
-from .words import counted, listed
+from .words import counted, listed, quantity
 
 CLAIMS_NOTE = (
-    "Only contrasts of registered plans say anything for or against a claim; what was explored is left out where one is "
-    "decided. Reproduced here: one is decided for it and none against it. In part: another effect is smaller than the smallest "
-    "that the plan looks for. Opposite: the other way round. No difference as large as the paper's: the interval lies within "
-    "that smallest effect. Planned: seeds are missing, an earlier contrast is open, or the plan is not registered. In the last "
-    "column, for: decided on the claim's side. Small: decided to be within that smallest effect. Beside: what an effect is due "
-    "to. Nothing here says what holds at the paper's scale."
+    "Open: something else than the claim explains all that was decided. Only contrasts of registered plans say anything for "
+    "or against a claim; what was explored is left out where one is decided. Reproduced here: one is decided for it and "
+    "none against it. In part: another effect is smaller than the smallest that the plan looks for. Opposite: the other way "
+    "round. No difference as large as the paper's: the interval lies within that smallest effect. Planned: seeds are "
+    "missing, an earlier contrast is open, or the plan is not registered. In the last column, for: decided on the claim's "
+    "side. Small: decided to be within that smallest effect. Confounded: decided, and explained by something else. Beside: "
+    "what an effect is due to. Nothing here says what holds at the paper's scale."
 )
 
 
@@ -81,7 +82,7 @@ def study_page(study: Studied) -> Page:
     every_run = [study_tables.runs_table(evidence)]
     sections.append(Section(slug="runs", title="Models and runs", tables=tables, details=every_run))
     shared = shared_words(study)
-    sections.append(_made_section(study, [*(f"Changes after data: {one}" for one in changes_words(study)), shared]))
+    sections.append(_made_section(study, [*(f"Disclosed: {one}" for one in changes_words(study)), shared]))
     stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
     about = f"Study {index.name}, preset {index.preset}, which {stage}. {index.about} {progress_words(evidence)}."
     return Page(title=index.question, about=about.replace("  ", " "), lead=first, sections=sections)
@@ -170,11 +171,27 @@ def claims_table(judged: Sequence[Judged]) -> Table:
     rows = []
     for one in judged:
         head = [one.claim.claim, one.claim.paper, one.state]
-        evident = [[said.study.evidence.slug, said.words, said.vote] for said in one.evident]
-        evident = evident or [["", one.claim.not_testable or one.claim.not_run, ""]]
-        rows += [[*(head if place == 0 else ["", "", ""]), *cells] for place, cells in enumerate(evident)]
-    groups = names("claim", "in the paper", "here", "study", "what it found, or why there is none", "says")
+        evident = [[said.study.evidence.slug, scale_words(said.study), said.words, said.vote] for said in one.evident]
+        evident = evident or [["", "", one.claim.not_testable or one.claim.not_run, ""]]
+        rows += [[*(head if place == 0 else [""] * 3), *cells] for place, cells in enumerate(evident)]
+    groups = names(
+        "claim", "in the paper", "here", "decided by", "scale", "what it found, or why there is none", "says"
+    )
     return Table("claims", "Claims of the paper", groups, rows, [CLAIMS_NOTE])
+
+
+def scale_words(study: Studied) -> str:
+    """Return the sizes of a study's compared runs and their tokens a parameter, to two digits."""
+    runs = [run for *_, run in study.evidence.every_run()]
+
+    def span(values: Sequence[float]) -> str:
+        ends = [min(values), max(values)] if max(values) > 1.1 * min(values) else [max(values)]
+        return " to ".join(quantity(float(f"{end:.1e}")) for end in ends)
+
+    parameters = f"{span([run.parameters for run in runs])} parameters"
+    if study.evidence.index.upcycling:
+        return f"{parameters}, pretrained"
+    return f"{parameters}, {span([run.train_tokens / run.parameters for run in runs])} tokens a parameter"
 
 
 def studies_table(studies: Sequence[Studied]) -> Table:
@@ -186,5 +203,7 @@ def studies_table(studies: Sequence[Studied]) -> Table:
 
 
 def brief_answer(study: Studied) -> str:
-    """Return a study's leading answer in at most `answers.MOST_WORDS` words."""
+    """Return what stands of a study, or its leading answer, in at most `answers.MOST_WORDS` words."""
+    if study.evidence.index.correction:
+        return study.evidence.index.correction.stands
     return questions.brief_answer(study) if study.evidence.index.plan else brief_explored(study)

@@ -11,7 +11,7 @@ from .base import Cities, Dtype, Environment, Form, IntervalMethod, Mode, Paired
 from .bench import Bench, BenchRow, Timing
 from .curves import Curve
 from .files import SCHEMA_VERSION, VERSIONS, kept_result, read_document, read_result, write_result
-from .plans import OWN_BEST, Change, Contrast, Question, RegisteredPlan, StudyPlan, Term
+from .plans import OWN_BEST, Change, Contrast, Correction, Question, RegisteredPlan, StudyPlan, Term
 from .settings import Group, Point, groups_of, own_best
 from .studies import (
     ArmSize,

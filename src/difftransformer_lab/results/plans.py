@@ -110,8 +110,16 @@ class RegisteredPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What stands of a study whose answers are confounded: in at most 25 words, for tables, and why, in sentences."""
+
+    stands: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of a study's design or of its reading after data were seen: when, and what. `when` is a date or a commit."""
+    """What a study discloses of its design, its runs or its reading: when, and what. `when` is a date or a commit."""
 
     when: str
     what: str

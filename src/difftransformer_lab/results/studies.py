@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from .base import Environment
 from .curves import Curve, mean_over_steps, steps_to
-from .plans import Change, RegisteredPlan
+from .plans import Change, Correction, RegisteredPlan
 from .tasks import TaskResult, headlines, title_of
 
 
@@ -246,7 +246,8 @@ class StudyIndex:
         rates: Learning rates that were chosen.
         command: Command that wrote the index.
         plan: The plan of a study that confirms; None for one that explores.
-        changes: What was changed after data were seen.
+        changes: What is disclosed, such as a change after data were seen.
+        correction: What stands, where the answers turned out to be confounded.
         sizes: Sizes of the arms' models, where all runs of an arm have one.
         costs: Measured costs.
         costs_foreign_cpu_share: Share of the machine's CPU time that other processes took meanwhile, or None if unknown.
@@ -269,6 +270,7 @@ class StudyIndex:
     command: str
     plan: RegisteredPlan | None = None
     changes: list[Change] = field(default_factory=list)
+    correction: Correction | None = None
     sizes: list[ArmSize] = field(default_factory=list)
     costs: list[CostRow] = field(default_factory=list)
     costs_foreign_cpu_share: float | None = None

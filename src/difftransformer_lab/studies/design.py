@@ -16,7 +16,18 @@ from difftransformer.reading import is_plain_name
 from difftransformer.typed import ASIDE, build, plain, unknown_key
 
 from ..recipe_files import check_name, read_mapping, read_recipe, shipped_recipes
-from ..results import OWN_BEST, Change, ChosenRate, RunRecord, StudyArm, StudyAxis, StudyFigure, figure_of, groups_of
+from ..results import (
+    OWN_BEST,
+    Change,
+    ChosenRate,
+    Correction,
+    RunRecord,
+    StudyArm,
+    StudyAxis,
+    StudyFigure,
+    figure_of,
+    groups_of,
+)
 from .plan import load_plan
 from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_from
 
@@ -112,7 +123,8 @@ class PresetConfig:
         figures: What this size compares its arms by, in place of the study's figures.
         plan: Name or file of the plan of a size that confirms: its contrasts then say which runs are made, and `seeds` is not
             used.
-        changes: What was changed after data of this size were seen.
+        changes: What is disclosed of this size, such as a change after data were seen.
+        correction: What stands of its answers, where they turned out to be confounded.
     """
 
     about: str = ""
@@ -126,6 +138,7 @@ class PresetConfig:
     figures: list[StudyFigure] = field(default_factory=list)
     plan: str = ""
     changes: list[Change] = field(default_factory=list)
+    correction: Correction | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,6 +258,7 @@ class Study:
             command=command_line() if self._alone else design.command,
             plan=None if design.plan is None else registered(design.preset.plan, design.plan),
             changes=design.preset.changes,
+            correction=design.preset.correction,
             **beside,
         )
         write_result(index, self.index_file)
