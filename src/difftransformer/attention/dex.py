@@ -1,7 +1,6 @@
 """Differential extension (DEX): softmax attention whose heads subtract a learned map of their own output."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +42,7 @@ class DifferentialExtension(SoftmaxAttention):
     label: ClassVar[str] = "DEX"
     description: ClassVar[str] = "differential attention"
     tags: ClassVar[tuple[str, ...]] = ("differential-transformer", "arxiv:2410.05258")
+    dex_index: Tensor | None
     config_options: ClassVar[dict[str, Option]] = {"dex_heads": Option(list[list[int]] | None)}
 
     def __init__(
@@ -54,6 +54,7 @@ class DifferentialExtension(SoftmaxAttention):
         chosen, width = len(self.dex_heads), self.layout.value_head_dim
         self.dex_lambda = nn.Parameter(torch.empty(chosen))
         self.dex_proj = nn.Parameter(torch.empty(chosen, width, width))
+        self.add_constants(dex_index=self.dex_heads if chosen < num_heads else None)
         self.init_own_parameters()
 
     @classmethod
@@ -119,31 +120,20 @@ class DifferentialExtension(SoftmaxAttention):
 
     def finish(self, heads_BHTE: Tensor) -> Tensor:
         """Return O - lambda O W_D on the chosen heads, O on the others."""
+        lam: Tensor = self.dex_lambda
+        proj: Tensor = self.dex_proj
+        index, part_BHTE = self.dex_index, heads_BHTE
         local = self.local_part(range(self.layout.num_heads), heads_BHTE.shape[1])
-        parts, place = [], sum(head < local[0] for head in self.dex_heads)
-        for start, stop, chosen in _runs([head - local[0] for head in self.dex_heads], len(local)):
-            part = heads_BHTE[:, start:stop]
-            if chosen:
-                own = slice(place, place + stop - start)
-                part = part - self.dex_lambda[own].view(-1, 1, 1).to(part.dtype) * (
-                    part @ self.dex_proj[own].to(part.dtype)
-                )
-                place = own.stop
-            parts.append(part)
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        if len(local) < self.layout.num_heads:
+            own = slice(*(sum(head < edge for head in self.dex_heads) for edge in (local.start, local.stop)))
+            lam, proj, index = lam[own], proj[own], None if index is None else index[own] - local.start
+        if index is not None:
+            part_BHTE = heads_BHTE.index_select(1, index)
+        lam_H11, proj_HEE = lam.view(-1, 1, 1).to(part_BHTE.dtype), proj.to(part_BHTE.dtype)
+        part_BHTE = part_BHTE - lam_H11 * (part_BHTE @ proj_HEE)
+        return part_BHTE if index is None else heads_BHTE.index_copy(1, index, part_BHTE)
 
 
 def _check_heads(chosen: Sequence[int], heads: int) -> None:
     if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(heads)):
         raise ConfigError(f"dex_heads={list(chosen)}: name heads from 0 to {heads - 1}, each once")
-
-
-def _runs(chosen: Sequence[int], heads: int) -> list[tuple[int, int, bool]]:
-    """Return (start, stop, whether chosen) of consecutive heads of one kind: slices need no index tensor on the device.
-
-    If no head is chosen, an empty slice follows: in a tensor-parallel process, W_D must get a gradient all the same.
-    """
-    inside = [head in set(chosen) for head in range(heads)]
-    edges = [0, *(head for head in range(1, heads) if inside[head] != inside[head - 1]), heads]
-    runs = [(start, stop, inside[start]) for start, stop in pairwise(edges)]
-    return runs if any(inside) else [*runs, (heads, heads, True)]

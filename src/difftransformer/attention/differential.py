@@ -133,6 +133,7 @@ class Differential(NormedAttention):
     lambda_q2: Tensor
     lambda_k2: Tensor
     lambda_offset: Tensor
+    lambda_value: Tensor
     defaults: ClassVar[DifferentialOptions]
     twin_heads: ClassVar[int]  # heads of the same-size Transformer that one differential head stands for
 
@@ -159,7 +160,8 @@ class Differential(NormedAttention):
         super().__init__(embed_dim, layout, layer_index=layer_index, backend=backend, **norms)
         self.options = chosen
         self.lambda_init = lambda_init(layer_index) if chosen.lambda_init is None else chosen.lambda_init
-        self.lambda_value, scale = chosen.constants(layer_index)
+        value, scale = chosen.constants(layer_index)
+        self.add_constants(lambda_value=value)
         if chosen.lambda_form in ("layer", "head"):
             shape = (layout.head_dim,) if chosen.lambda_form == "layer" else (num_heads, layout.head_dim)
             for name in LAMBDA_VECTORS:
@@ -311,23 +313,20 @@ class Differential(NormedAttention):
         if form == "token":
             return None
         if form == "constant":
-            return torch.tensor(self.lambda_value, device=self.q_proj.weight.device)
+            return self.constant("lambda_value")
         if form == "scalar":
             offset = self.lambda_offset
-            return (offset.float() if offset.dtype in LOW_PRECISION else offset).sum() + self.lambda_value
+            return (offset.float() if offset.dtype in LOW_PRECISION else offset).sum() + self.constant("lambda_value")
         # As few calls as possible: they count in a decoding step of a small model.
         q1, k1, q2, k2 = self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
         if q1.dtype in LOW_PRECISION:
             q1, k1, q2, k2 = q1.float(), k1.float(), q2.float(), k2.float()
         # Not q1.dot(k1), whose last bit depends on the memory addresses of the vectors.
-        return (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.lambda_value
+        return (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.constant("lambda_value")
 
-    def head_lam(self, hidden: Tensor) -> Tensor | float:
-        """Return lam(), a float where it is constant, or (B, H, T) where it is by token."""
-        form = self.options.lambda_form
-        if form == "constant":
-            return self.lambda_value
-        if form == "token":
+    def head_lam(self, hidden: Tensor) -> Tensor:
+        """Return lam(), or (B, H, T) where it is by token."""
+        if self.options.lambda_form == "token":
             projected = self.lambda_proj(hidden).transpose(1, 2)
             return torch.sigmoid(projected.float() if projected.dtype in LOW_PRECISION else projected)
         lam = self.lam()

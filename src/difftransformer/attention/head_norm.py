@@ -10,6 +10,7 @@ from ..ops.attention import attend
 from ..ops.norms import rms_norm
 from ..ops.problem import Norm, Restrictions
 from .base import Attention, RMSNorm
+from .constants import Constants
 
 HeadNorm = Literal["gain", "plain", "none"]
 
@@ -24,22 +25,22 @@ class HeadwiseRMSNorm(RMSNorm):
     """
 
     def forward(  # type: ignore[override]
-        self, compute: Callable[..., Tensor], *tensors: Any, factor: float, **options: Any
+        self, compute: Callable[..., Tensor], *tensors: Any, factor: Tensor | float, **options: Any
     ) -> Tensor:
         """Return compute(*tensors, norm=(weight, eps, factor), **options)."""
         return compute(*tensors, norm=(self.weight, self.eps, factor), **options)
 
 
-class NormedAttention(Attention):
+class NormedAttention(Constants, Attention):
     """Base of the variants with an optional headwise norm.
 
     Attributes:
         head_norm: The norm of each head's output, or None.
-        head_scale: Number that each head's output is multiplied by, after the norm if there is one.
+        head_scale: Number that each head's output is multiplied by, after the norm if there is one; None for 1.
     """
 
     head_norm: HeadwiseRMSNorm | None
-    head_scale: float
+    head_scale: Tensor | None
 
     def add_head_norm(self, kind: HeadNorm, *, eps: float, scale: float) -> None:
         """Set `head_norm`, without a norm if `kind` is "none", and `head_scale`.
@@ -49,7 +50,8 @@ class NormedAttention(Attention):
         """
         if kind not in get_args(HeadNorm):
             raise ConfigError(f"head_norm={kind!r} is unknown; choose one of {', '.join(get_args(HeadNorm))}")
-        self.head_scale, self.head_norm = scale, None
+        self.head_norm = None
+        self.add_constants(head_scale=None if scale == 1 else scale)
         if kind != "none":
             self.head_norm = HeadwiseRMSNorm(self.layout.value_head_dim, eps=eps, gain=kind == "gain")
 
@@ -60,13 +62,16 @@ class NormedAttention(Attention):
         if self.head_norm is None:
             return super().attend(query, key, value, lam, restrictions)
         tensors = (query, key, value, lam)
-        return self.head_norm(attend, *tensors, restrictions=restrictions, factor=self.head_scale, backend=self.backend)
+        return self.head_norm(attend, *tensors, restrictions=restrictions, factor=self._factor(), backend=self.backend)
 
     def finish(self, heads: Tensor) -> Tensor:
         """Normalise and scale each head, from and to (B, H, T, E)."""
         if self.head_norm is not None:
-            return self.head_norm(_normed, heads, factor=self.head_scale)
-        return heads if self.head_scale == 1 else heads * self.head_scale
+            return self.head_norm(_normed, heads, factor=self._factor())
+        return heads if self.head_scale is None else heads * self._factor()
+
+    def _factor(self) -> Tensor | float:
+        return 1.0 if self.head_scale is None else self.constant("head_scale")
 
 
 def _normed(heads: Tensor, *, norm: Norm) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
+from ..attention.constants import Constants
 from ..errors import ConfigError
 from ..model import DiffTransformerPreTrainedModel
 from ..ops import apply_rotary, normed_differential_attention
@@ -66,7 +67,10 @@ def accelerate(model: Module) -> Module:
     for network in networks:
         _check_network(network)
     for _, layer in layers:
-        layer.__class__ = AcceleratedDiffLlamaAttention
+        if type(layer) is DiffLlamaAttention:
+            layer.__class__ = AcceleratedDiffLlamaAttention
+            with torch.device(layer.q_proj.weight.device):
+                layer.add_constants(lambda_value=layer.lambda_init, head_scale=1 - layer.lambda_init)
     for network in networks:
         _replace(network, "sdpa", IMPLEMENTATION)
     return model
@@ -84,6 +88,8 @@ def restore(model: Module) -> Module:
     for _, module in _modules_of(model):
         if type(module) is AcceleratedDiffLlamaAttention:
             module.__class__ = DiffLlamaAttention
+            for name in module.__dict__.pop("_numbers"):
+                delattr(module, name)
     for network in _outermost(model):
         _replace(network, IMPLEMENTATION, "sdpa")
     return model
@@ -154,13 +160,14 @@ def _outermost(model: nn.Module) -> list[PreTrainedModel]:
     return [m for m in outermost.values() if not isinstance(m, DiffTransformerPreTrainedModel)]
 
 
-class AcceleratedDiffLlamaAttention(DiffLlamaAttention):
+class AcceleratedDiffLlamaAttention(Constants, DiffLlamaAttention):
     """DiffLlama's attention layer with one call of the operator. `accelerate` makes it.
 
     Attributes:
         backend: Backend of the operator.
     """
 
+    __getattr__: Any  # what DiffLlama's class sets
     backend: str = "auto"
 
     def forward(
@@ -209,7 +216,7 @@ class AcceleratedDiffLlamaAttention(DiffLlamaAttention):
             self._lam(query.dtype),
             None,
             eps=torch.finfo(query.dtype).eps if norm.eps is None else norm.eps,
-            factor=1 - self.lambda_init,
+            factor=self.constant("head_scale"),
             attn_mask=mask,
             is_causal=is_causal,
             scale=self.scaling,
@@ -239,7 +246,7 @@ class AcceleratedDiffLlamaAttention(DiffLlamaAttention):
         first, second = (
             torch.exp(torch.sum(q * k, dim=-1, dtype=torch.float32)).to(wide) for q, k in ((q1, k1), (q2, k2))
         )
-        return first - second + self.lambda_init
+        return first - second + self.constant("lambda_value")
 
 
 def _by_pairs(x_BTXD: Tensor) -> Tensor:

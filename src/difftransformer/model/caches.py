@@ -57,6 +57,29 @@ def regroup(cache: Cache, layout: HeadLayout) -> None:
             setattr(layer, name, states)
 
 
+class LayerCache:
+    """The cache of one layer, which is found before the layer is called.
+
+    A layer that looked itself up in the cache of all would read its own index, for which torch.compile compiles every layer.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Append (B, G, T, width) keys and values, and return everything cached for the layer."""
+        return self.layer.update(key_states, value_states)  # type: ignore[no-any-return]
+
+
+def cache_of_layer(cache: Any, index: int) -> Any:
+    """Return what a layer passes its keys and values to: its own part of a plain cache of transformers, else the cache."""
+    if cache is None or getattr(type(cache), "update", None) is not Cache.update or cache.offloading:
+        return cache
+    while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    return LayerCache(cache.layers[index])
+
+
 class PagedRow:
     """The cache of one forward pass in continuous batching: all layers read and write the same places of their pages.
 

@@ -30,7 +30,7 @@ from ..attention import Attention, RMSNorm
 from ..errors import ConfigError, ShapeError, on_one_line
 from ..ops.problem import LOW_PRECISION
 from ..typed import short
-from .caches import PAGED_IMPLEMENTATIONS, PagedModel, PagedRow, dynamic_cache, regroup
+from .caches import PAGED_IMPLEMENTATIONS, PagedModel, PagedRow, cache_of_layer, dynamic_cache, regroup
 from .config import DiffTransformerConfig
 from .initialization import new_seed
 from .masks import arrange_rows
@@ -224,10 +224,12 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             restrictions = paged.restrictions(attention_mask)
         position_embeddings = self.rotary_emb(hidden, positions)
 
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while assistant_early_exit drafts
+        for index, layer in enumerate(
+            self.layers[: self.config.num_hidden_layers]
+        ):  # fewer while assistant_early_exit drafts
             rows, _ = layer(
                 rows,
-                past_key_values=past_key_values,
+                past_key_values=cache_of_layer(past_key_values, index),
                 position_embeddings=position_embeddings,
                 need_map=need_maps,
                 restrictions=restrictions,

@@ -22,6 +22,7 @@ from .isolation import isolated
 from .logits import largest_logits
 from .norms import rms_norm
 from .problem import (
+    LOW_PRECISION,
     Call,
     Norm,
     Problem,
@@ -148,7 +149,7 @@ def normed_differential_attention(
     weight: Tensor | None,
     *,
     eps: float,
-    factor: float = 1.0,
+    factor: float | Tensor = 1.0,
     scale: float | None = None,
     backend: str = "auto",
     **which: Unpack[RestrictionKeywords],
@@ -163,7 +164,7 @@ def normed_differential_attention(
     Args:
         weight: (E,), the gain of the norm, shared by the heads; None for 1.
         eps: Added to the mean square.
-        factor: (1 - lambda_init) in the paper.
+        factor: (1 - lambda_init) in the paper; a float, or a 0-dim tensor, to which no gradient flows.
     """
     _refuse_none(lam)
     norm = (weight, eps, factor)
@@ -279,7 +280,8 @@ def attend(
         value: (B, G, S, E).
         lam: Weight of the second map, or None.
         restrictions: The keys that each query may attend to.
-        norm: Weight, eps and factor of a norm of each head's output; see `normed_differential_attention`.
+        norm: Weight, eps and factor of a norm of each head's output; see `normed_differential_attention`. No gradient flows
+            to a factor that is a tensor.
         scale: Multiplies the logits; 1/sqrt(D) if None.
         backend: "auto" or a name of `backend_names()`.
     """
@@ -295,6 +297,8 @@ def attend(
             observer(call.maps(), restrictions, scale)
     # The caller chooses the dtypes: autocast acts on the layers above, not in here.
     with without_autocast(query.device.type):
+        if norm is not None and chosen.norms and isinstance(norm[2], Tensor):
+            call = call._replace(norm=_without_factor(norm, value.shape[-1]))
         heads_BHTE = isolated(chosen.run, call) if chosen.multiplies_all else chosen.run(call)
         if norm is None or chosen.norms:
             return heads_BHTE
@@ -339,6 +343,15 @@ def _lam_BHT(lam: Tensor | float, query: Tensor) -> Tensor:
     )
 
 
+def _without_factor(norm: Norm, width: int) -> Norm:
+    """Multiply the factor into the weight, in fp32 or float64: operators take it as a number, which graphs would hold."""
+    weight, eps, factor = norm
+    assert isinstance(factor, Tensor)
+    if weight is None:
+        return factor.expand(width), eps, 1.0
+    return (weight.float() if weight.dtype in LOW_PRECISION else weight) * factor, eps, 1.0
+
+
 def _refuse_none(lam: Tensor | float | None) -> None:
     if lam is None:
         raise ShapeError("lam: None; it must be a float or a tensor: softmax_attention has no second map")
@@ -356,7 +369,13 @@ def _check_norm(norm: Norm, value: Tensor) -> None:
             )
     if not (is_number(eps) and 0 <= eps < math.inf):
         raise ConfigError(f"eps: {shown(eps)}; it must be a finite number of at least 0")
-    if not (is_number(factor) and -math.inf < factor < math.inf):
+    if isinstance(factor, Tensor):
+        if factor.dim() or factor.requires_grad:
+            raise ShapeError(
+                f"factor: shape {tuple(factor.shape)}, requires_grad={factor.requires_grad}; as a tensor it must be one number "
+                "without a gradient: multiply the weight by a learned factor"
+            )
+    elif not (is_number(factor) and -math.inf < factor < math.inf):
         raise ConfigError(f"factor: {shown(factor)}; it must be a finite number")
 
 

@@ -78,8 +78,8 @@ SCHEMA = (
 """The fields of `Restrictions` in the language of operator schemas."""
 
 
-Norm = tuple[Tensor | None, float, float]
-"""Weight or None, eps and factor of a norm of each head's output."""
+Norm = tuple[Tensor | None, float, float | Tensor]
+"""Weight or None, eps and factor of a norm of each head's output. Backends that normalise get the factor as a float."""
 
 
 class Call(NamedTuple):

@@ -1,0 +1,60 @@
+"""Numbers that differ from layer to layer, as tensors, so that compiled layers share one graph."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.problem import LOW_PRECISION
+
+Number = float | tuple[int, ...]
+
+
+class Constants(nn.Module):
+    """A module whose numbers are buffers: in fp32, in float64 where the module is, whole numbers in int64.
+
+    torch.compile takes a module's own numbers for constants, so that every layer would be compiled anew, and those after the
+    eighth not at all. State dicts do not hold the buffers. They keep their exact values whatever casts or fills buffers:
+    `.to(torch.bfloat16)`, `to_empty`, `from_pretrained`. To change one, assign a number to it.
+    """
+
+    _numbers: dict[str, Number]
+
+    def add_constants(self, **numbers: Number | None) -> None:
+        """Register a buffer for each of these numbers, or None."""
+        known = self.__dict__.setdefault("_numbers", {})
+        device = torch.get_default_device()
+        if device.type == "meta":  # where there are no values; a number in CPU memory serves every device
+            device = torch.device("cpu")
+        for name, number in numbers.items():
+            if number is not None:
+                known[name] = number
+            buffer = None if number is None else _exact(number, torch.float32, device)
+            self.register_buffer(name, buffer, persistent=False)
+
+    def constant(self, name: str) -> Tensor:
+        """Return the buffer, with its exact value also where FSDP1 has cast it in place."""
+        buffer: Tensor = getattr(self, name)
+        return self._restored(name, buffer) if buffer.dtype in LOW_PRECISION else buffer
+
+    def _restored(self, name: str, buffer: Tensor) -> Tensor:
+        dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
+        return _exact(self._numbers[name], dtype, buffer.device)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_numbers", ()):
+            if not isinstance(value, Tensor):
+                self._numbers[name], value = value, getattr(self, name)
+            value = self._restored(name, value)  # transformers assigns memory without values
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for name in self.__dict__.get("_numbers", ()):
+            self._buffers[name] = self._restored(name, getattr(self, name))
+        return self
+
+
+def _exact(number: Number, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(number, dtype=torch.int64 if isinstance(number, tuple) else dtype, device=device)
