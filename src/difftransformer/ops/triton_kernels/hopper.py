@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-WARPS, REGISTERS = 4, 168  # of a multiplying partition; of a thread at the start: 65536 for 12 warps
+REGISTERS = 168  # of a thread at the start: 65536 for 12 warps
+TOGETHER, EARLY, SHARED = 8, False, False
 
 
 @builtin
@@ -33,9 +34,10 @@ def _add(target, at, source, _semantic=None):
     _semantic.builder.create_async_tma_reduce(kind, target.handle, at, source.handle)
 
 
-# Triton 3.8 renamed the copies.
+# Later versions of Triton renamed these.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @gluon.jit
@@ -171,7 +173,7 @@ def multiply_partition(sinks, buffers, barriers, where, lam, c, s, PART: gl.cons
     k2.store((dk2 * s).to(gl.bfloat16))
     v.store(dv.to(gl.bfloat16))
     fence_async_shared()
-    gl.thread_barrier()
+    _barrier()
     at = column + PART * BLOCK
     _store(key_grads, [b, h, at, 0], k_buffers.index(PART))
     _store(key_grads, [b, h, at, KEY_2], k_buffers.index(2 + PART))
@@ -204,7 +206,7 @@ def hopper_keys_kernel(queries, keys, values, grads, rows, query_grads, key_grad
     head = first + rest % among
     column = rest // among * (2 * BLOCK)
     b, h = head // H, head % H
-    lam = gl.load(Lam + b.to(gl.int64) * lam_b + h * lam_h)
+    lam = gl.load(Lam + b.to(gl.int64) * lam_b + h * lam_h).to(gl.float32)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     buffers = (
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, 1, BLOCK, D], queries.layout),
@@ -215,7 +217,7 @@ def hopper_keys_kernel(queries, keys, values, grads, rows, query_grads, key_grad
         gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK, BLOCK], ds_layout),
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK, D], query_grads.layout),
     )
-    # loaded, ready, empty, written (dS), read (dS and keys), full (dQ), free
+    # In the order in which the partitions take them apart: tiles are loaded, dS is written and read, dQ is full and free.
     barriers = (
         _barriers(1, 1).index(0),
         _barriers(STAGES, 1),
