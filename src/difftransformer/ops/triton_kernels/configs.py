@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
@@ -54,6 +55,11 @@ class Form(NamedTuple):
     tilings: tuple[Tiling, ...]
 
 
+# `hopper.hopper_keys_kernel`; the warps are those of one of its two multiplying partitions.
+HOPPER = Form("hopper", (Tiling(64, 128, 4, 2),))
+HOPPER_VERSIONS = (3, 6), (3, 9)  # of Triton, the first and the last that are known to compile it
+
+
 def padded(width: int, least: int = 16) -> int:
     """Return the power of two that a width is padded to."""
     return max(least, 1 << (width - 1).bit_length())
@@ -66,6 +72,22 @@ def is_small(device: torch.device, has_mask: bool) -> bool:
         return False
     has = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     return bool(has < (ROOMY_BYTES_WITH_MASK if has_mask else ROOMY_BYTES))
+
+
+@functools.cache
+def hopper_refusal(device: torch.device) -> str | None:
+    """Return why backwards on a device do not try the form for Hopper, or None."""
+    first, last = HOPPER_VERSIONS
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if INTERPRETED:
+        return "does not run in Triton's interpreter"
+    if (capability := torch.cuda.get_device_capability(device)) != (9, 0):
+        return "needs a GPU of compute capability 9.0, this is {}.{}".format(*capability)
+    if not first <= version <= last:
+        return f"needs Triton {first[0]}.{first[1]} to {last[0]}.{last[1]}, this is {triton.__version__}"
+    if os.environ.get("DIFFTRANSFORMER_HOPPER") != "1":
+        return "is off until it has been measured on more machines; DIFFTRANSFORMER_HOPPER=1 lets calls try it"
+    return None
 
 
 def forward_forms(

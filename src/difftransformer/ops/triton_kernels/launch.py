@@ -17,12 +17,15 @@ from . import decode as decode_kernels
 from . import forward as forward_kernels
 from .configs import (
     DECODE_ROWS,
+    HOPPER,
     Form,
+    Tiling,
     backward_forms,
     choose,
     decode_splits,
     decode_tiling,
     forward_forms,
+    hopper_refusal,
     is_small,
     padded,
 )
@@ -306,7 +309,11 @@ def backward(
         has_mask=inputs.has_mask,
         small=inputs.small,
     )
-    form = choose(forms, inputs.key_of("backward"), lambda form: _backward(inputs, saved.lse, delta, heads_grad, form))
+    if _suits_hopper(inputs, heads_grad) and hopper_refusal(grad.device) is None:
+        forms += (HOPPER,)
+    form = choose(
+        forms, inputs.key_of("backward", len(forms)), lambda form: _backward(inputs, saved.lse, delta, heads_grad, form)
+    )
     query_grad, key_grad, value_grad = _backward(inputs, saved.lse, delta, heads_grad, form)
     lam_grad = -delta[..., 1] if inputs.is_differential else delta.new_empty(0)
     if by_program is not None:
@@ -314,14 +321,54 @@ def backward(
     return query_grad, key_grad, value_grad, lam_grad, weight_grad
 
 
+def _suits_hopper(inputs: Inputs, grad: Tensor) -> bool:
+    """Whether `hopper.hopper_keys_kernel` can compute the backward of a call."""
+    same = (
+        inputs.heads == inputs.groups and inputs.queries == inputs.keys and inputs.queries % HOPPER.tilings[0].keys == 0
+    )
+    return (
+        same
+        and inputs.query.dtype == torch.bfloat16
+        and (inputs.width, inputs.value_width, inputs.key_2) == (64, 128, 64)
+        and inputs.is_causal
+        and not (inputs.starts_late or inputs.has_mask or inputs.seen.kv_lengths is not None)
+        and inputs.lam_strides[2] == 0
+        and all(0 not in x.stride() for x in (inputs.query, inputs.key, inputs.value, grad))
+    )
+
+
+def _hopper_backward(
+    inputs: Inputs, lse: Tensor, delta: Tensor, grad: Tensor, grads: tuple[Tensor, Tensor, Tensor], tiling: Tiling
+) -> None:
+    from . import hopper
+
+    rows, width, wide = tiling.queries, inputs.width, inputs.value_width
+    numbers = torch.cat((lse, delta), -1).view(-1, rows, 4).transpose(1, 2).contiguous().view(-1)
+    tiles = (
+        *(
+            (x, rows, w)
+            for x, w in zip((inputs.query, inputs.key, inputs.value, grad), (width, width, wide, wide), strict=True)
+        ),
+        (numbers, 4 * rows),
+        *((x, rows, w) for x, w in zip(grads, (width, width, wide), strict=True)),
+    )
+    hopper.hopper_keys_kernel[(inputs.keys // tiling.keys * inputs.batch * inputs.heads,)](
+        *(hopper.descriptor(*tile) for tile in tiles), inputs.lam, *inputs.lam_strides[:2], inputs.heads, inputs.queries,
+        hopper.TOGETHER, inputs.scale * LOG2_E, inputs.scale, KEY_2=inputs.key_2, D=width, E=wide, STAGES=tiling.stages,
+        EARLY=hopper.EARLY, SHARED=hopper.SHARED, num_warps=tiling.warps, maxnreg=hopper.REGISTERS)  # fmt: skip
+
+
 def _backward(inputs: Inputs, lse: Tensor, delta: Tensor, grad: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     batch, (heads, groups, queries, keys) = inputs.batch, inputs.sizes()
-    adds = form.name == "atomic"
+    adds = form.name != "split"
     query_grad = inputs.new(queries, heads, inputs.query.shape[3], torch.float32 if adds else None)
     key_grad = inputs.new(keys, groups, inputs.key.shape[3])
     value_grad = inputs.new(keys, groups, inputs.value_width)
     if adds:
         query_grad.zero_()
+    if form is HOPPER:
+        _hopper_backward(inputs, lse, delta, grad, (query_grad, key_grad, value_grad), form.tilings[0])
+        return query_grad.to(inputs.query.dtype), key_grad, value_grad
     reads = (inputs.query, inputs.key, inputs.value, grad, inputs.lam, lse, delta)
     strides = (*(x.stride()[:3] for x in reads[:4]), inputs.lam_strides)
     numbers = (inputs.seen, *inputs.sizes(), inputs.scale * LOG2_E, inputs.scale)
