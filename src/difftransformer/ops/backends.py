@@ -215,7 +215,7 @@ def _known(name: str) -> Backend:
 
 
 def _first_of_table(problem: Problem, device: torch.device | None) -> Backend:
-    if torch.compiler.is_exporting():  # the program may run where this package's operators are not
+    if reference.is_exporting():  # the program may run where this package's operators are not
         return BACKENDS["reference"]
     for row in TABLE:
         if not row.fits(problem):

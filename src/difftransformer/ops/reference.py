@@ -93,6 +93,12 @@ def run(call: Call) -> Tensor:
     return weighted_values(map_BHTS, call.value)
 
 
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Whether torch.export traces. In torch.compile, torch 2.11 and 2.12 replace PyTorch's function by True."""
+    return torch.compiler.is_exporting()
+
+
 def weighted_values(map_BHTS: Tensor, value: Tensor) -> Tensor:
     """Return the product (B, H, T, E) of maps, rounded to the value's dtype, and values (B, G, S, E)."""
     return _product_by_group(map_BHTS.to(value.dtype), value)
@@ -103,7 +109,7 @@ def _product_by_group(left_BHTX: Tensor, right_BGXY: Tensor) -> Tensor:
     batch, heads, rows, inner = left_BHTX.shape
     groups, _, columns = right_BGXY.shape[1:]
     # A view of heads and rows as one dimension would bound a free length of an exported program.
-    if heads != groups and torch.compiler.is_exporting():
+    if heads != groups and is_exporting():
         return left_BHTX @ right_BGXY.repeat_interleave(heads // groups, 1)
     left_BGRX = left_BHTX.reshape(batch, groups, heads // groups * rows, inner)
     return (left_BGRX @ right_BGXY).view(batch, heads, rows, columns)
