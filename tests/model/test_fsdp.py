@@ -1,4 +1,4 @@
-"""FSDP2 over two gloo processes trains as one process on the whole batch."""
+"""FSDP2 and DDP over two gloo processes train as one process on the whole batch, compiled layers too."""
 
 import json
 import math

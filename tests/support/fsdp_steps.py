@@ -9,9 +9,11 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from difftransformer.model.nll import summed_nll
 from tests.support.tiny_models import tiny, tokens
@@ -22,6 +24,7 @@ CASES = {
     "grouped_diff, QK norm": {"attention_type": "grouped_diff", "qk_norm": True},
     "diff, scalar lambda": {"lambda_form": "scalar"},
     "diff, untied, grouped": {"tie_word_embeddings": False, "num_key_value_heads": 2},
+    "diff, compiled": {"num_hidden_layers": 10}, "diff, compiled, DDP": {"num_hidden_layers": 10},
     "diff, bf16": {}, "diff, chunked loss": {}, "diff, multiplied": {"embedding_multiplier": 3.3},
 }  # fmt: skip
 
@@ -29,7 +32,13 @@ CASES = {
 def train(name, rank, world):
     model = tiny(**CASES[name]).train()
     model.loss_chunk_tokens = 7 if name.endswith("chunked loss") else None
-    if world > 1:
+    compiled, counter, whole = "compiled" in name and world > 1, CompileCounterWithBackend("aot_eager"), model
+    torch.compiler.reset()
+    for layer in model.model.layers if compiled else ():
+        layer.compile(backend=counter)
+    if world > 1 and name.endswith("DDP"):
+        whole = DistributedDataParallel(model)
+    elif world > 1:
         mesh = init_device_mesh("cpu", (world,))
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if name.endswith("bf16") else None, reduce_dtype=torch.float32
@@ -41,7 +50,7 @@ def train(name, rank, world):
     steps = []
     for step in range(3):
         ids = tokens(4, 16, seed=step).chunk(world)[rank]
-        loss = model(ids, labels=ids).loss
+        loss = whole(ids, labels=ids).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
         lambda_norm = torch.nn.utils.get_total_norm(
@@ -51,12 +60,12 @@ def train(name, rank, world):
         optimizer.zero_grad()
         loss = loss.detach().clone()
         if world > 1:
-            norm = norm.full_tensor()
-            lambda_norm = lambda_norm.full_tensor() if hasattr(lambda_norm, "full_tensor") else lambda_norm
+            norm, lambda_norm = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (norm, lambda_norm))
             dist.all_reduce(loss)
         steps.append([loss.item() / world, norm.item(), lambda_norm.item()])
     lambdas = {p.dtype for n, p in model.named_parameters() if "lambda" in n}
     assert lambdas <= {torch.float32}
+    assert counter.frame_count == compiled  # one graph for all layers
     return steps
 
 

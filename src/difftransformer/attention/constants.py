@@ -21,17 +21,16 @@ class Constants(nn.Module):
 
     _numbers: dict[str, Number]
 
-    def add_constants(self, **numbers: Number | None) -> None:
-        """Register a buffer for each of these numbers, or None."""
+    def add_constants(self, like: Tensor | None = None, **numbers: Number | None) -> None:
+        """Register a buffer for each of these numbers, or None; `like` has its device and dtype, if not the default ones."""
         known = self.__dict__.setdefault("_numbers", {})
-        device = torch.get_default_device()
-        if device.type == "meta":  # where there are no values; a number in CPU memory serves every device
-            device = torch.device("cpu")
+        like = torch.empty(0) if like is None else like
+        if like.is_meta:  # there are no values; a number in CPU memory serves every device
+            like = torch.empty(0, dtype=like.dtype, device="cpu")
         for name, number in numbers.items():
             if number is not None:
                 known[name] = number
-            buffer = None if number is None else _exact(number, torch.float32, device)
-            self.register_buffer(name, buffer, persistent=False)
+            self.register_buffer(name, None if number is None else _exact(number, like), persistent=False)
 
     def constant(self, name: str) -> Tensor:
         """Return the buffer, with its exact value also where FSDP1 has cast it in place."""
@@ -39,8 +38,7 @@ class Constants(nn.Module):
         return self._restored(name, buffer) if buffer.dtype in LOW_PRECISION else buffer
 
     def _restored(self, name: str, buffer: Tensor) -> Tensor:
-        dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
-        return _exact(self._numbers[name], dtype, buffer.device)
+        return _exact(self._numbers[name], buffer)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_numbers", ()):
@@ -56,5 +54,6 @@ class Constants(nn.Module):
         return self
 
 
-def _exact(number: Number, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(number, dtype=torch.int64 if isinstance(number, tuple) else dtype, device=device)
+def _exact(number: Number, like: Tensor) -> Tensor:
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.tensor(number, dtype=torch.int64 if isinstance(number, tuple) else wide, device=like.device)

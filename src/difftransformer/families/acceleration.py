@@ -69,8 +69,8 @@ def accelerate(model: Module) -> Module:
     for _, layer in layers:
         if type(layer) is DiffLlamaAttention:
             layer.__class__ = AcceleratedDiffLlamaAttention
-            with torch.device(layer.q_proj.weight.device):
-                layer.add_constants(lambda_value=layer.lambda_init, head_scale=1 - layer.lambda_init)
+            init = layer.lambda_init
+            layer.add_constants(layer.q_proj.weight, lambda_value=init, head_scale=1 - init)
     for network in networks:
         _replace(network, "sdpa", IMPLEMENTATION)
     return model
