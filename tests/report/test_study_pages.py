@@ -288,7 +288,7 @@ def test_a_claim_is_never_decided_by_exploration():
     assert judge([weak], [studied(controls(seen))])[0].state == "not tested with enough power"
     assert judge([Claim(claim="c", paper="p", not_testable="why")], [])[0].state == "not testable here"
     waiting = judge([Claim(claim="c", paper="p", not_run="many runs")], [])
-    assert claims_table(waiting).rows == [["c", "p", "not run yet", "", "", "many runs", ""]]
+    assert claims_table(waiting).rows == [["c", "p", "not run yet", "", "", "many runs", "", ""]]
 
 
 def test_a_claim_whose_only_evidence_is_confounded_is_open_and_a_corrected_study_says_what_stands():
@@ -301,7 +301,7 @@ def test_a_claim_whose_only_evidence_is_confounded_is_open_and_a_corrected_study
     assert judged.evident[0].words.endswith("). Copying does it.")
     other = dataclasses.replace(claim, tests=[*claim.tests, *CLAIM.tests])
     assert judge([other], [found])[0].state == "reproduced here"
-    ((*_, slug, scale, _, vote),) = claims_table([judged]).rows
+    ((*_, slug, scale, _, _, vote),) = claims_table([judged]).rows
     assert (slug, scale, vote) == ("controls-laptop", "500k parameters, 12 tokens a parameter", "confounded")
     assert brief_answer(found) == "Open: it copies."
     assert lead(found).answer.startswith("Correction. Open: it copies. Any number is right in 1/N. What it answered: ")

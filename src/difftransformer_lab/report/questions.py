@@ -10,6 +10,7 @@ from .contrasts import FEWEST_SEEDS, SIGN_FLIP_SEEDS, Finding, Registration
 from .page import Said, recipe_text
 from .studied import Studied
 from .tables import Group, State, Table, decimals_for, fixed, names, p_text
+from .tokens import tokens_cells, worth_words
 from .words import date_words
 
 
@@ -46,10 +47,13 @@ def verdicts_table(study: Studied) -> Table:
     for question, findings in study.questions:
         for place, one in enumerate(findings):
             effect = "" if one.difference is None else effect_text(one)
-            rows.append([question.question if place == 0 else "", one.contrast.name, effect, verdict_text(one)])
+            cells = [question.question if place == 0 else "", one.contrast.name, effect]
+            worth = [worth_words(study.worths.get(one.contrast.name))] if study.worths else []
+            rows.append([*cells, *worth, verdict_text(one)])
     groups = (
         *names("question", "contrast"),
         Group("effect [95 % interval]"),
+        *([Group(TOKENS)] if study.worths else []),
         Group("verdict", fold="verdict", numeric=False),
     )
     states = {verdict_text(one): _state(one) for one in study.findings}
@@ -146,6 +150,13 @@ def contrasts_table(study: Studied) -> Table:
             else:
                 cells += [*_numbers(finding), str(finding.same_direction), rule_text(finding)]
                 cells += _beside_cells(finding)
+            if study.worths:
+                found = study.worths.get(contrast.name)
+                cells += [
+                    cell
+                    for one in ((found.tokens, found.time) if found else (None, None))
+                    for cell in tokens_cells(one)
+                ]
             rows.append([*cells, verdict_text(finding)])
     groups = (
         *names("question", "contrast"),
@@ -155,9 +166,26 @@ def contrasts_table(study: Studied) -> Table:
         Group("seeds in that direction"),
         *names("test"),
         Group("Student's t beside", ("p", "low", "high"), "interval", numeric=False),
+        *(Group(title, ("mean", "low", "high"), "interval") for title in ([TOKENS, TIME] if study.worths else [])),
         *names("verdict"),
     )
-    return Table("contrasts", "Contrasts of the plan", groups, rows, [RULES])
+    return Table("contrasts", "Contrasts of the plan", groups, rows, [RULES, *tokens_notes(study)])
+
+
+TOKENS, TIME = "tokens for the same loss", "the same at equal time"
+
+
+def tokens_notes(study: Studied) -> list[str]:
+    """Return what token-equivalents are; nothing where there are none."""
+    spans = [fixed(end, 2) for end in sorted({one.gain for one in study.worths.values()})]
+    if not spans:
+        return []
+    gain = " to ".join(dict.fromkeys((spans[0], spans[-1])))
+    return [
+        f"Tokens for the same loss: the difference over what {study.evidence.reference.label} gains with each doubling of its "
+        f"own tokens, {gain} in the same unit, with Fieller's interval. At equal time: with the measured times of a "
+        "step; empty where these are of machines of different kinds."
+    ]
 
 
 RULES = (
