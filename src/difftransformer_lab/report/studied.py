@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 
 from ..results import Question
 from .comparisons import Compared, compare
@@ -83,11 +84,14 @@ def with_shared(studies: Sequence[Studied]) -> list[Studied]:
 def worth_of(evidence: Evidence, pool: Pool, finding: Finding) -> Worth | None:
     """Return what a contrast of two arms' losses is worth; None for other contrasts."""
     sides = {weight: group for group, weight in finding.groups.items()}
-    if finding.figure.task != TASK or finding.contrast.scale != "plain" or sides.keys() != {1.0, -1.0}:
+    scale = finding.contrast.scale
+    if finding.figure.task != TASK or scale not in ("plain", "doublings") or sides.keys() != {1.0, -1.0}:
         return None
     (arm, point), (other, at) = sides[1.0], sides[-1.0]
     gained = gains(pool, evidence.ended(evidence.index.reference, at), finding.figure)
-    return worth(finding.values, gained, log2_times(evidence, arm, other, point) if point == at else ())
+    unit = fmean(gained.values()) if gained and scale == "doublings" else 1.0
+    values = {seed: value * unit for seed, value in finding.values.items()}
+    return worth(values, gained, log2_times(evidence, arm, other, point) if point == at else ())
 
 
 def _identities(evidence: Evidence) -> set[str]:
