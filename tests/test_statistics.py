@@ -24,7 +24,9 @@ from difftransformer_lab.statistics import (
     log_odds,
     mean_and_standard_error,
     paired_difference,
+    ratio_of_means,
     sign_flip,
+    sum_of,
     welch,
     wilson_interval,
 )
@@ -441,3 +443,47 @@ def test_the_detectable_effect_has_the_power_of_a_t_test(seeds: int) -> None:
     deviations = np.sqrt(scipy.stats.chi2.ppf(quantiles, seeds - 1) / (seeds - 1))
     power = scipy.stats.norm.sf(bound * deviations - shift) + scipy.stats.norm.cdf(-bound * deviations - shift)
     assert power.mean() == pytest.approx(0.8, abs=2e-3)
+
+
+def test_the_bounds_of_a_ratio_are_where_a_paired_t_test_is_at_its_level() -> None:
+    rng = np.random.default_rng(4)
+    b = 0.3 + rng.normal(0, 0.03, 8)
+    a = -0.03 + 0.4 * (b - 0.3) + rng.normal(0, 0.01, 8)
+    found = ratio_of_means(dict(enumerate(a)), dict(enumerate(b)))
+    assert found.mean == pytest.approx(a.mean() / b.mean())
+    for bound in (found.low, found.high):
+        assert scipy.stats.ttest_1samp(a - bound * b, 0).pvalue == pytest.approx(0.05)
+    assert found.low < found.mean < found.high
+    assert found.p_value == pytest.approx(scipy.stats.ttest_1samp(a, 0).pvalue)
+
+
+def test_the_bounds_of_a_ratio_of_independent_and_of_partly_shared_seeds() -> None:
+    rng = np.random.default_rng(5)
+    a, b = rng.normal(0.1, 0.05, 12), rng.normal(0.3, 0.02, 8)
+    t = scipy.stats.t.ppf(0.975, 7)
+    for first, covariance in ((0, 12 * [0]), (6, None)):
+        found = ratio_of_means(dict(enumerate(a)), dict(zip(range(12 - first, 20 - first), b, strict=True)))
+        # A seed counts with its own weight in each mean, so the variance of mean(a) - r mean(b) is a sum over seeds.
+        shared = np.cov(a[6:], b[:6])[0, 1] * 6 / (12 * 8) if covariance is None else 0.0
+        for r in (found.low, found.high):
+            variance = a.var(ddof=1) / 12 + r * r * b.var(ddof=1) / 8 - 2 * r * shared
+            assert abs(a.mean() - r * b.mean()) == pytest.approx(t * math.sqrt(variance))
+
+
+def test_a_ratio_to_what_may_be_zero_has_no_interval() -> None:
+    near = ratio_of_means(dict(enumerate([1.0, 2.0, 3.0])), dict(enumerate([-1.0, 1.0, 0.5])))
+    assert (near.low, near.high, near.interval_method) == (None, None, "none")
+    assert ratio_of_means({0: 1.0}, {0: 2.0}).mean == 0.5
+    assert math.isnan(ratio_of_means({0: 1.0}, {0: 0.0}).mean)
+
+
+def test_the_interval_of_a_sum_is_the_root_of_squares_of_half_widths() -> None:
+    a = PairedDifference(
+        mean=1.0, low=0.4, high=1.6, confidence=0.95, interval_method="fieller over seeds", p_value=0.1
+    )
+    b = replace(a, mean=2.0, low=1.2, high=2.8)
+    found = sum_of(a, b)
+    assert (found.mean, found.low, found.high, found.p_value) == (3.0, 2.0, 4.0, None)
+    known = sum_of(a, replace(b, low=None, high=None))
+    assert (known.mean, known.low, known.high) == pytest.approx((3.0, 2.4, 3.6))
+    assert sum_of(replace(a, low=None, high=None), b).low is None

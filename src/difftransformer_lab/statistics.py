@@ -17,7 +17,7 @@ because the import is slow.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
@@ -189,6 +189,57 @@ def welch(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> Paired
         return _no_interval(mean)
     freedom = variance**2 / math.fsum(part**2 / (len(group) - 1) for part, group in zip(parts, groups, strict=True))
     return _student(mean, math.sqrt(variance), freedom, "welch over seeds")
+
+
+def ratio_of_means(a: Mapping[int, float], b: Mapping[int, float]) -> PairedDifference:
+    """Return mean(a) / mean(b) over seeds, with the interval of E. C. Fieller (1954) and Student's t test of its being 0.
+
+    The interval holds the r for which mean(a) - r mean(b) cannot be told from 0. Values of one seed vary together, those of
+    different seeds independently; the degrees of freedom are those of the smaller group.
+
+    Args:
+        a: Values by seed.
+        b: Values by seed, of the same seeds or others.
+
+    Returns:
+        The ratio. `low` and `high` are None where b has fewer than two seeds, or a mean that cannot be told from 0.
+    """
+    from scipy.special import stdtr, stdtrit
+
+    (first, a_error), (second, b_error) = (ratio([*one.values()], [1.0] * len(one)) for one in (a, b))
+    if a_error is None or b_error is None or not second:
+        return _no_interval(first / second if second else math.nan)
+    shared = sorted(a.keys() & b.keys())
+    both = float(np.cov([a[one] for one in shared], [b[one] for one in shared])[0, 1]) if len(shared) > 1 else 0.0
+    both *= len(shared) / (len(a) * len(b))
+    freedom = min(len(a), len(b)) - 1
+    t = float(stdtrit(freedom, 0.5 + CONFIDENCE / 2))
+    # The bounds solve square r^2 - 2 middle r + rest = 0.
+    square, middle, rest = second**2 - (t * b_error) ** 2, first * second - t * t * both, first**2 - (t * a_error) ** 2
+    if square <= 0 or not a_error:
+        return _no_interval(first / second)
+    half = math.sqrt(middle**2 - square * rest)
+    low, high, p_value = (
+        (middle - half) / square,
+        (middle + half) / square,
+        2 * float(stdtr(freedom, -abs(first) / a_error)),
+    )
+    whole = _no_interval(first / second)
+    return replace(whole, low=low, high=high, interval_method="fieller over seeds", p_value=p_value)
+
+
+def sum_of(a: PairedDifference, b: PairedDifference) -> PairedDifference:
+    """Return the sum of two independent estimates; its interval is made of theirs (G. Y. Zou and A. Donner 2008).
+
+    An estimate without an interval counts as known exactly, and the sum has none where `a` has none.
+    """
+    total = replace(a, mean=a.mean + b.mean, p_value=None)
+    if a.low is None or a.high is None:
+        return total
+    low, high = (0.0 if one is None else one - b.mean for one in (b.low, b.high))
+    return replace(
+        total, low=total.mean - math.hypot(a.mean - a.low, low), high=total.mean + math.hypot(a.high - a.mean, high)
+    )
 
 
 def log_odds(successes: float, trials: float) -> float:

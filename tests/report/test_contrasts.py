@@ -10,8 +10,8 @@ from scipy import stats
 
 from difftransformer.errors import ResultsError
 from difftransformer_lab.report import studied
-from difftransformer_lab.report.contrasts import questions_of
-from difftransformer_lab.report.questions import finding_words
+from difftransformer_lab.report.contrasts import Registration, questions_of
+from difftransformer_lab.report.questions import contrasts_table, finding_words
 from difftransformer_lab.results import (
     OWN_BEST,
     ChosenRate,
@@ -165,12 +165,100 @@ def test_the_verdict_is_where_the_interval_lies(effect, parts, state):
 
 @pytest.mark.parametrize(
     ("effect", "smallest", "words"),
-    [(-0.1, 0.2, "Lower, by less than 0.2 nats/token"), (-0.1, 0.05, "Lower"), (0.0, 0.2, "The same"), (0.0, None, "")],
+    [
+        (-0.1, 0.2, "Lower, by less than 0.2 nats/token"),
+        (-0.1, 0.05, "Lower, by more than 0.05 nats/token"),
+        (-0.1, 0.1, "Lower"),
+        (0.0, 0.2, "The same"),
+        (0.0, None, ""),
+    ],
 )
 def test_an_effect_below_the_smallest_that_matters_says_so(effect, smallest, words):
     parts = {"above": "Higher.", "below": "Lower.", "within": "The same.", "smallest": smallest}
     (finding,) = findings(confirming(drawn({"diff": effect}), [contrast(**parts)]))
     assert finding.meaning == words
+
+
+def test_contrasts_under_holm_are_tested_together_and_nothing_is_decided_before_its_seeds_are_there():
+    pair = [contrast(), contrast(name="V2 minus Transformer", plus=("v2",))]
+    plan = planned([Question(question=f"{one.name}?", contrasts=[one]) for one in pair])
+    together = dataclasses.replace(plan, plan=dataclasses.replace(plan.plan, holm=[one.name for one in pair]))
+
+    def tested(plan, seeds=12):
+        values = drawn({"diff": -0.0075, "v2": -0.0075}, seed=10)
+        return [one for _, (one,) in questions_of(confirming(values, [], seeds=seeds, plan=plan))]
+
+    small, large = (one.difference.p_value for one in tested(plan))
+    assert small <= 0.025 < large <= 0.05  # Bonferroni's rule would not decide the second one, and Holm's does
+    found = tested(together)
+    assert [one.difference.p_holm for one in found] == pytest.approx([2 * small, large])
+    assert [one.state for one in found] == ["below", "below"]
+    assert "by Holm's rule over 2" in finding_words(found[0], Registration())
+    assert [one.difference.p_holm for one in tested(plan)] == [None, None]
+    assert [(one.state, one.difference) for one in tested(together, seeds=11)] == [("incomplete", None)] * 2
+
+
+def test_a_contrast_that_holm_does_not_decide_says_so():
+    pair = [contrast(), contrast(name="V2 minus Transformer", plus=("v2",))]
+    for effect in np.linspace(-0.004, -0.012, 33):
+        (alone, _) = findings(confirming(drawn({"diff": effect, "v2": 0.0}), pair))
+        if 0.025 < alone.difference.p_value <= 0.05:
+            break
+    plan = planned([Question(question="Is DIFF better?", contrasts=pair)])
+    plan = dataclasses.replace(plan, plan=dataclasses.replace(plan.plan, holm=[one.name for one in pair]))
+    evidence = confirming(drawn({"diff": effect, "v2": 0.0}), pair, plan=plan)
+    assert alone.state == "below"
+    (found, second) = findings(evidence)
+    assert (found.state, second.state) == ("open", "not tested")
+    assert ": not decided after Holm's correction (" in finding_words(found, Registration())
+
+
+def test_a_contrast_in_doublings_has_its_bounds_in_tokens():
+    """The twin falls by 0.3 with its second half of the tokens; V2 is 0.03 below it, a tenth of a doubling."""
+    rng = np.random.default_rng(1)
+    table = {
+        (arm, seed): rng.normal({"diff": 1.97, "v2": 2.3, "softmax": 2.0}[arm], 0.004)
+        for arm in ARMS
+        for seed in range(2000, 2012)
+    }
+
+    def make(arm, point, seed):
+        tokens = 3_000_000 if arm == "v2" else 6_000_000
+        run = record([LOSS], {LOSS.label: table[arm, seed]}, arm=arm, seed=seed, tokens=tokens)
+        return dataclasses.replace(run, recipe={"model": {"attention_type": "diff" if arm == "diff" else "softmax"}})
+
+    def found(smallest, **parts):
+        asked = contrast(scale="doublings", smallest=smallest, **parts)
+        plan = planned([Question(question="Is DIFF better?", contrasts=[asked])])
+        return findings(study(ARMS, [LOSS], 12, make, first_seed=2000, plan=plan))[0]
+
+    a, b, c = (np.array([table[arm, seed] for seed in range(2000, 2012)]) for arm in ARMS)
+    one = found(0.15)
+    assert one.difference.mean == pytest.approx((a - c).mean() / (b - c).mean())
+    for bound in (one.difference.low, one.difference.high):
+        assert stats.ttest_1samp(a - c - bound * (b - c), 0).pvalue == pytest.approx(0.05)
+    assert one.difference.p_value == pytest.approx(stats.ttest_rel(a, c).pvalue)
+    assert one.meaning == "DIFF has the lower loss, by less than 0.15 doublings"
+    assert found(0.05).meaning == "DIFF has the lower loss, by more than 0.05 doublings"
+    assert "Student's t test, p" in finding_words(one, Registration())
+    assert [*one.values.values()] == pytest.approx((a - c) / (b - c).mean())
+    with pytest.raises(ResultsError, match="scale 'doublings', and the study has it for two arms' figures"):
+        found(0.1, test="welch")
+    (short,) = findings(confirming(drawn({}), [contrast(scale="doublings")]))
+    assert (short.state, short.values) == ("incomplete", {})
+
+
+def test_the_table_of_a_plan_says_how_many_runs_never_got_there():
+    curves = {"diff": [0.0, 1.0], "v2": [0.0, 0.5], "softmax": [0.0, 0.5]}
+    steps = StudyFigure(label="steps", curve="validation_accuracy", reaches=0.9, unit="steps")
+
+    def make(arm, point, seed):
+        values = [0.0, 0.5] if seed == 2003 else curves[arm]
+        return record([], {}, arm=arm, seed=seed, curves={steps.curve: Curve(steps=[500, 1000], values=values)})
+
+    plan = planned([Question(question="Is DIFF sooner?", contrasts=[contrast(figure="steps")])])
+    (row,) = contrasts_table(studied(study(ARMS, [steps], 12, make, first_seed=2000, plan=plan))).folded()
+    assert "diff: 1 of 12; softmax: 12 of 12" in row
 
 
 def test_the_test_follows_from_the_number_of_seeds_and_the_plan():

@@ -288,7 +288,7 @@ def test_a_claim_is_never_decided_by_exploration():
     assert judge([weak], [studied(controls(seen))])[0].state == "not tested with enough power"
     assert judge([Claim(claim="c", paper="p", not_testable="why")], [])[0].state == "not testable here"
     waiting = judge([Claim(claim="c", paper="p", not_run="many runs")], [])
-    assert claims_table(waiting).rows == [["c", "p", "not run yet", "", "", "many runs", ""]]
+    assert claims_table(waiting).rows == [["c", "p", "not run yet", "", "", "many runs", "", ""]]
 
 
 def test_a_claim_whose_only_evidence_is_confounded_is_open_and_a_corrected_study_says_what_stands():
@@ -301,7 +301,7 @@ def test_a_claim_whose_only_evidence_is_confounded_is_open_and_a_corrected_study
     assert judged.evident[0].words.endswith("). Copying does it.")
     other = dataclasses.replace(claim, tests=[*claim.tests, *CLAIM.tests])
     assert judge([other], [found])[0].state == "reproduced here"
-    ((*_, slug, scale, _, vote),) = claims_table([judged]).rows
+    ((*_, slug, scale, _, _, vote),) = claims_table([judged]).rows
     assert (slug, scale, vote) == ("controls-laptop", "500k parameters, 12 tokens a parameter", "confounded")
     assert brief_answer(found) == "Open: it copies."
     assert lead(found).answer.startswith("Correction. Open: it copies. Any number is right in 1/N. What it answered: ")
@@ -365,17 +365,15 @@ def test_the_page_of_a_plan_opens_with_its_questions(tmp_path):
     assert [section.slug for section in page.sections[:3]] == ["plan", "tuning", "arms"]
     (question,) = found_words(studied(confirming(seen, PRIMARY, SECOND)))
     assert question.subject == "Does subtraction retrieve?"
-    assert page.lead.answer.startswith("Subtraction retrieves more (DIFF minus TWIN: +0.")
-    assert page.lead.table.states["subtraction retrieves more"] == "good"
+    assert page.lead.answer.startswith("Subtraction retrieves more, by more than 0.1 (DIFF minus TWIN: +0.")
+    assert page.lead.table.states["subtraction retrieves more, by more than 0.1"] == "good"
     assert re.match(r"DIFF minus TWIN: \+0\.\d+ \[\+0\.\d+, \+0\.\d+\], above zero in 12 of 12 seeds: ", question.text)
-    assert (
-        "subtraction retrieves more (registered; exact sign-flip test, p < 0.001). Further contrasts decided: 1 of 1."
-        in question.text
-    )
+    said = "subtraction retrieves more, by more than 0.1"
+    assert f"{said} (registered; exact sign-flip test, p < 0.001). Further contrasts decided: 1 of 1." in question.text
     contrasts = page.sections[0].tables[0].folded()
     assert [row[1] for row in contrasts] == ["DIFF minus TWIN", "DIFF minus WIDE"]
     assert [row[3] for row in contrasts] == ["12 of 12"] * 2
-    assert contrasts[0][-1] == "subtraction retrieves more"
+    assert contrasts[0][-1] == said
     assert contrasts[1][-1] == "no difference as large as 0.1, within \u00b10.1"
     text = Page((write_page(page, tmp_path)).read_text())
     changed = "1 February 2026: Two seeds were added."
@@ -399,7 +397,9 @@ def test_every_answer_of_the_index_is_short():
     evidences = [confirming(seen, wordy), confirming(seen, wordy, seeds=3), confirming(seen), controls(seen)]
     for evidence in evidences:
         assert len(brief_answer(studied(evidence)).split()) <= 25
-    assert brief_answer(studied(evidences[2])).endswith("12 of 12 seeds: subtraction retrieves more (registered).")
+    assert brief_answer(studied(evidences[2])).endswith(
+        "12 of 12 seeds: subtraction retrieves more, by more than 0.1 (registered)."
+    )
 
 
 def test_studies_say_which_runs_they_share(tmp_path):

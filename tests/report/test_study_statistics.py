@@ -131,12 +131,16 @@ def test_a_level_that_nothing_reaches_has_no_mean_and_no_difference():
     evidence = study(list(ends), [STEPS], 3, make)
     rows = compare(evidence)
     cells = {row[0]: row[1:] for row in figures_table(evidence, rows, [STEPS], "steps", "").folded()}
-    assert cells["diff"] == ["3", "not reached", "not reached", "", "0 of 3"]
+    assert cells["diff"] == ["3", "not reached", "not reached", "", "3 of 3"]
     assert cells["softmax"][1] == "not reached"
     assert cells["diff_v2"][1] == "950.90 ± 0.52"  # 90 % of the way from step 500 to 1000, 1001, 1002
     assert cells["diff_v2"][2].startswith("-50.10 ")  # minus 1001
-    assert answer(evidence, rows, STEPS).text.startswith("None of 3 runs of diff and 3 runs of softmax reached 0.9.")
-    assert [row[1] for row in verdicts_table(evidence, rows).folded()][::2] == ["not reached"] * 2
+    assert answer(evidence, rows, STEPS).text.startswith(
+        "All of 3 runs of diff and 3 runs of softmax never got to 0.9."
+    )
+    found = [row[1] for row in verdicts_table(evidence, rows).folded()]
+    assert found[::2] == ["3 of 3 never got there, not reached"] * 2
+    assert found[1].startswith("950.90 \u00b1 0.52, ")
 
 
 def test_runs_that_reach_the_level_are_counted_over_all_settings():
@@ -150,10 +154,13 @@ def test_runs_that_reach_the_level_are_counted_over_all_settings():
         ("diff", (), 2, 6, False), ("softmax", (), 0, 6, False), ("diff", ("a",), 0, 3, True),
         ("softmax", ("a",), 0, 3, False), ("diff", ("b",), 2, 3, False), ("softmax", ("b",), 0, 3, False),
     ]  # fmt: skip
-    assert " 2 of 6 runs of diff and 0 of 6 runs of softmax reached 0.9;" in answer(evidence, rows, STEPS).text
+    assert " 4 of 6 runs of diff and 6 of 6 runs of softmax never got to 0.9;" in answer(evidence, rows, STEPS).text
     assert row_of(rows, STEPS.label, "softmax", ()).statistic.mean == 1000
     overview = {row[0]: row[1] for row in verdicts_table(evidence, rows).folded()}  # 950 where it is reached, else 1000
-    assert overview == {"diff": "983 ± 8, no clear difference", "softmax": "not reached"}
+    assert overview == {
+        "diff": "983 ± 8; 4 of 6 never got there, no clear difference",
+        "softmax": "6 of 6 never got there, not reached",
+    }
 
 
 def test_an_arm_is_compared_where_the_reference_alone_reaches_the_level():

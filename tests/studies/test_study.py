@@ -563,6 +563,17 @@ def plan(document, tmp_path):
     return write
 
 
+@pytest.mark.parametrize(("fields", "names", "message"), [
+    ({}, ["bets"], "holm names 'bets', which is no contrast of the plan; it has best"),
+    ({"margin": 0.1}, ["best"], "margin=0.1 under holm, whose p-values are against 0"),
+])  # fmt: skip
+def test_contrasts_under_holm_are_those_of_the_plan_and_have_no_margin(plan, fields, names, message):
+    file = plan(planned(**fields))
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"holm": names}))
+    with pytest.raises(ConfigError, match=message):
+        load_plan(str(file))
+
+
 def test_a_plan_says_which_runs_are_made(design, document, plan):
     document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-3, 1.0e-2], "seeds": 1, "per": ["needles"]}
     fixed = {"set": {"training.retrieval.max_needles": 1, "training.optimizer.learning_rate": 2.0e-3}}
@@ -612,6 +623,8 @@ def test_a_question_does_not_wait_for_the_rates_of_another(design, document, pla
     ({"terms": [{"arms": ["diff"], "weight": 1, "at": {"needles": "ten"}}]}, "at.needles: unknown key"),
     ({"terms": []}, "a term without arms"),
     ({"smallest": 0.1, "within": ""}, "smallest without within"),
+    ({"below": "It is materially lower."}, "below says 'materially', and is decided by lying below 0 alone"),
+    ({"above": "It matters: the loss is higher by at least 0.1."}, "above says 'by at least'"),
 ])  # fmt: skip
 def test_plans_that_do_not_fit(design, plan, fields, message):
     plan(planned(**fields))

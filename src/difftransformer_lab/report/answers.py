@@ -43,7 +43,7 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) ->
         return Said(title_of(figure), f"No run has {figure.label}." if nowhere else unpaired_words(evidence))
     if row.is_censored:
         runs = f"{row.runs} runs of {main.label} and {other.runs} runs of {reference.label}"
-        return Said(title_of(figure), f"None of {runs} reached {figure.reaches:g}.")
+        return Said(title_of(figure), f"All of {runs} never got to {figure.reaches:g}.")
     places = decimals(rows, figure)
     a, b = (fixed(one.statistic.mean, places) for one in (row, other))
     text = f"{effect_words(row, figure, places)} ({a} against {b}; {figure.better} is better)"
@@ -55,8 +55,8 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) ->
     if evidence.has_settings:
         text += f" Mean over {settings_words(evidence, rows, figure, main)}."
     if figure.reaches is not None:
-        runs = f"{row.reached} of {row.runs} runs of {main.label} and {other.reached} of {other.runs} runs of"
-        text += f" {runs} {reference.label} reached {figure.reaches:g}; a run that did not counts with its last step."
+        runs = f"{row.never} of {row.runs} runs of {main.label} and {other.never} of {other.runs} runs of {reference.label}"
+        text += f" {runs} never got to {figure.reaches:g}; they count with their last step."
     return Said(title_of(figure), f"{main.label} minus {reference.label} {text}")
 
 

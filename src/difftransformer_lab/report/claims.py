@@ -21,6 +21,7 @@ from .comparisons import row_of
 from .contrasts import DECIDED, Finding, Registration
 from .questions import finding_words
 from .studied import Studied
+from .tokens import worth_words
 
 FILE = Path(__file__).parent / "claims.yaml"
 
@@ -98,11 +99,12 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Evident:
-    """What a study says about a claim, in words, with its vote."""
+    """What a study says about a claim, in words, with its vote, and in tokens where that is known."""
 
     study: Studied
     words: str
     vote: Vote
+    tokens: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,8 @@ def _planned(named: Named, studies: Sequence[Studied]) -> Iterator[Evident]:
                 assert study.registration is not None
                 vote = _vote(study.registration, finding, named)
                 words = ". ".join(filter(None, (finding_words(finding, study.registration), named.confounded)))
-                yield Evident(study=study, words=words, vote=vote)
+                tokens = worth_words(study.worths.get(finding.contrast.name))
+                yield Evident(study=study, words=words, vote=vote, tokens=tokens)
 
 
 def _vote(registration: Registration, finding: Finding, named: Named) -> Vote:

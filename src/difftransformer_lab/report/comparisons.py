@@ -46,6 +46,11 @@ class Compared:
         return len(self.differences)
 
     @property
+    def never(self) -> str:
+        """Number of the runs that never reached the level of a curve; empty for other figures."""
+        return "" if self.reached is None else str(self.runs - self.reached)
+
+    @property
     def same_direction(self) -> int:
         """Number of the paired seeds in the direction of the mean (see `in_direction`)."""
         return in_direction(self.differences.values(), self.difference.mean) if self.difference else 0

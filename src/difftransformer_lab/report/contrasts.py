@@ -2,7 +2,8 @@
 
 A contrast is tested only once all of its seeds are there, and only if every contrast before it in its question was decided. Of
 paired values, 10 or more are decided by the sign-flip test and fewer by Student's t; `test: welch` takes Welch's. Below
-`FEWEST_SEEDS` nothing is decided.
+`FEWEST_SEEDS` nothing is decided. Contrasts that a plan names under `holm` have p-values corrected for their number, where
+those that are not there yet count as 1.
 
 A question's first contrast errs in at most 5 % of studies. So does a whole sequence, as long as only lying above or below
 opens the way to the next contrast: of an effect that is not there, the way is opened in 5 % of studies. Where a contrast was
@@ -13,6 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from statistics import fmean
 from typing import Literal
 
 from difftransformer.errors import ResultsError
@@ -30,9 +32,10 @@ from ..results import (
     measured,
     utc,
 )
-from ..statistics import log_odds, paired_difference, sign_flip, welch
+from ..statistics import holm, log_odds, paired_difference, ratio_of_means, sign_flip, welch
 from .comparisons import in_direction
 from .reading import Evidence, Point
+from .tokens import TASK, gains, pooled_runs
 from .words import date_words
 
 FEWEST_SEEDS = 5
@@ -71,7 +74,7 @@ class Finding:
     @property
     def unit(self) -> str:
         if self.contrast.scale != "plain":
-            return {"log": "log units", "log odds": "log odds"}[self.contrast.scale]
+            return "log units" if self.contrast.scale == "log" else self.contrast.scale
         return "" if self.figure.unit == "share" else self.figure.unit
 
     @property
@@ -83,11 +86,20 @@ class Finding:
         return -smallest < difference.low and difference.high < smallest
 
     @property
+    def is_material(self) -> bool:
+        """Whether the whole interval lies beyond the smallest effect that matters, on one side of zero."""
+        difference, smallest = self.difference, self.contrast.smallest
+        if difference is None or difference.low is None or difference.high is None or smallest is None:
+            return False
+        return difference.low > smallest or difference.high < -smallest
+
+    @property
     def meaning(self) -> str:
         meanings = {"above": self.contrast.above, "below": self.contrast.below, "within": self.contrast.within}
         words = meanings.get(self.state, "").rstrip(".")
-        is_less = self.is_small and self.state != "within"
-        return f"{words}, by less than {self.contrast.smallest:g} {self.unit}".rstrip() if is_less else words
+        if self.state not in ("above", "below") or not self.is_small | self.is_material:
+            return words
+        return f"{words}, by {'less' if self.is_small else 'more'} than {self.contrast.smallest:g} {self.unit}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +129,17 @@ def questions_of(evidence: Evidence) -> list[tuple[Question, list[Finding]]]:
     """
     if evidence.index.plan is None:
         return []
-    return [(question, _in_sequence(evidence, question.contrasts)) for question in evidence.index.plan.plan.questions]
+    plan = evidence.index.plan.plan
+    tested = {contrast.name: _tested(evidence, contrast) for contrast in plan.contrasts}
+    together = [tested[name] for name in plan.holm]
+    p_values = [
+        1.0 if one.difference is None or one.difference.p_value is None else one.difference.p_value for one in together
+    ]
+    for one, p_holm in zip(together, holm(p_values), strict=True):
+        if one.difference is not None:
+            difference = replace(one.difference, p_holm=p_holm, comparisons=len(together))
+            tested[one.contrast.name] = replace(one, difference=difference)
+    return [(question, _in_sequence([tested[one.name] for one in question.contrasts])) for question in plan.questions]
 
 
 def registration(evidence: Evidence, tested: list[Finding]) -> Registration:
@@ -137,16 +159,18 @@ def registration(evidence: Evidence, tested: list[Finding]) -> Registration:
     return Registration(why_not=f"{dates}; {len(older)} of the {len(used)} runs are older than it.")
 
 
-def _in_sequence(evidence: Evidence, contrasts: list[Contrast]) -> list[Finding]:
+def _in_sequence(tested: list[Finding]) -> list[Finding]:
     findings, is_open = [], True
-    for contrast in contrasts:
-        one = _tested(evidence, contrast, is_due=is_open)
+    for one in tested:
+        if one.difference is not None:
+            one = replace(one, state=_state(one.contrast, one.difference) if is_open else "not tested")
         is_open = one.state in DECIDED  # and so were those before it
         findings.append(one)
     return findings
 
 
-def _tested(evidence: Evidence, contrast: Contrast, *, is_due: bool) -> Finding:
+def _tested(evidence: Evidence, contrast: Contrast) -> Finding:
+    """Return a contrast with its test, and no state yet."""
     figure, index = _known(evidence, contrast), evidence.index
     lower_is_better = index.figures[0].better == "lower"
     groups = groups_of(contrast, index.axes, index.rates, lower_is_better=lower_is_better) or {}
@@ -155,22 +179,29 @@ def _tested(evidence: Evidence, contrast: Contrast, *, is_due: bool) -> Finding:
     values = {
         seed: math.fsum(column[group] * weight for group, weight in groups.items()) for seed, column in there.items()
     }
-    finding = Finding(contrast=contrast, figure=figure, state="incomplete", values=values, groups=groups)
-    if len(values) < contrast.seeds:
+    gained = _gained(evidence, figure, groups) if contrast.scale == "doublings" else {}
+    gain = 1.0 if contrast.scale != "doublings" else fmean(gained.values()) if gained else math.nan
+    scaled = {seed: value / gain for seed, value in values.items()} if gain > 0 else {}
+    finding = Finding(contrast=contrast, figure=figure, state="incomplete", values=scaled, groups=groups)
+    if len(scaled) < contrast.seeds:
         return finding
     student = paired_difference(list(values.values()), [0.0] * len(values))
     difference = student
     if contrast.test == "welch" and contrast.seeds > 1:
         samples = [[column[group] for column in there.values()] for group in groups]
         difference = welch(samples, [*groups.values()])
+    elif contrast.scale == "doublings":
+        difference = student = ratio_of_means(values, gained)
     elif contrast.test == "paired" and contrast.seeds >= SIGN_FLIP_SEEDS:
         difference = sign_flip(list(values.values()))
-    return replace(
-        finding,
-        state=_state(contrast, difference) if is_due else "not tested",
-        difference=difference,
-        beside=student if difference is not student and contrast.test == "paired" else None,
-    )
+    beside = student if difference is not student and contrast.test == "paired" else None
+    return replace(finding, difference=difference, beside=beside)
+
+
+def _gained(evidence: Evidence, figure: StudyFigure, groups: dict[Group, float]) -> dict[int, float]:
+    """Return what the reference's figure falls with each doubling, at the setting of what is taken away."""
+    (point,) = [point for (_, point), weight in groups.items() if weight < 0] or [()]
+    return gains(pooled_runs([evidence]), evidence.ended(evidence.index.reference, point), figure)
 
 
 def _state(contrast: Contrast, difference: PairedDifference) -> State:
@@ -179,7 +210,8 @@ def _state(contrast: Contrast, difference: PairedDifference) -> State:
         return "too few seeds"
     if low is None or high is None:
         return "open"
-    if margin or (difference.p_value is not None and difference.p_value <= LEVEL):
+    p_value = difference.p_value if difference.p_holm is None else difference.p_holm
+    if margin or (p_value is not None and p_value <= LEVEL):
         if low > margin:
             return "above"
         if high < -margin:
@@ -209,7 +241,7 @@ def _column(
 def _value(run: RunRecord, figure: StudyFigure, contrast: Contrast) -> float | None:
     if contrast.scale != "log odds":
         value = figure_of(run, figure)
-        if value is None or contrast.scale == "plain":
+        if value is None or contrast.scale != "log":
             return value
         return math.log(value) if value > 0 else None
     share = measured(run, figure)
@@ -234,6 +266,12 @@ def _known(evidence: Evidence, contrast: Contrast) -> StudyFigure:
                 wrong.append((axis, value, ", ".join(sorted(axes[axis]))))
     if contrast.scale == "log odds" and figures.get(contrast.figure, StudyFigure(label="")).curve:
         wrong.append(("scale", "log odds", f"no counts for {contrast.figure!r}, which is read off a curve"))
+    if contrast.scale == "doublings" and not (
+        contrast.test == "paired"
+        and figures.get(contrast.figure, StudyFigure(label="")).task == TASK
+        and sorted((term.weight, len(term.arms)) for term in contrast.terms) == [(-1, 1), (1, 1)]
+    ):
+        wrong.append(("scale", "doublings", f"it for two arms' figures of {TASK}, paired by seed, alone"))
     for kind, name, allowed in wrong:
         raise ResultsError(
             f"{evidence.path}: the contrast {contrast.name!r} names the {kind} {name!r}, and the study has {allowed}; "

@@ -88,12 +88,21 @@ def verdicts_table(evidence: Evidence, rows: Sequence[Compared], figures: Sequen
             row, places = row_of(rows, figure.label, arm.name, ()), decimals(rows, figure)
             value = NOT_MEASURED if row is None else "" if row.reached == 0 else fixed(row.statistic.mean, places)
             error = "" if row is None or row.reached == 0 else fixed(row.statistic.standard_error, places)
-            line += [value, error, verdict(row, evidence.index.reference)]
+            never = f"{row.never} of {row.runs}" if row is not None and row.never not in ("", "0") else ""
+            line += [
+                value,
+                error,
+                *([never] if figure.reaches is not None else []),
+                verdict(row, evidence.index.reference),
+            ]
         cells.append(line)
-    parts = ("mean", "standard error", "verdict")
-    titles = (f"{with_unit(figure.label, figure)}, {figure.better} is better" for figure in figures)
-    groups = (*names("model"), *(Group(title, parts, "judged", numeric=False) for title in titles))
-    return Table("verdicts", "Every model and measure", groups, cells, [verdict_words(evidence)])
+    groups = [*names("model")]
+    for figure in figures:
+        title = f"{with_unit(figure.label, figure)}, {figure.better} is better"
+        is_censored = figure.reaches is not None
+        parts = ("mean", "standard error", *(["never got there"] if is_censored else []), "verdict")
+        groups.append(Group(title, parts, "censored" if is_censored else "judged", numeric=False))
+    return Table("verdicts", "Every model and measure", tuple(groups), cells, [verdict_words(evidence)])
 
 
 def verdict_words(evidence: Evidence) -> str:

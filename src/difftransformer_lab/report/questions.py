@@ -3,13 +3,15 @@
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from ..results import PairedDifference, StudyPlan
+from ..results import PairedDifference, StudyPlan, reached_at
 from ..statistics import MOST_EXACT_SEEDS
 from .answers import direction_words, shortest, two_digits
 from .contrasts import FEWEST_SEEDS, SIGN_FLIP_SEEDS, Finding, Registration
 from .page import Said, recipe_text
+from .reading import Evidence
 from .studied import Studied
 from .tables import Group, State, Table, decimals_for, fixed, names, p_text
+from .tokens import tokens_cells, worth_words
 from .words import date_words
 
 
@@ -46,10 +48,13 @@ def verdicts_table(study: Studied) -> Table:
     for question, findings in study.questions:
         for place, one in enumerate(findings):
             effect = "" if one.difference is None else effect_text(one)
-            rows.append([question.question if place == 0 else "", one.contrast.name, effect, verdict_text(one)])
+            cells = [question.question if place == 0 else "", one.contrast.name, effect]
+            worth = [worth_words(study.worths.get(one.contrast.name))] if study.worths else []
+            rows.append([*cells, *worth, verdict_text(one)])
     groups = (
         *names("question", "contrast"),
         Group("effect [95 % interval]"),
+        *([Group(TOKENS)] if study.worths else []),
         Group("verdict", fold="verdict", numeric=False),
     )
     states = {verdict_text(one): _state(one) for one in study.findings}
@@ -100,6 +105,8 @@ def verdict_text(finding: Finding) -> str:
                 return "not decided, since there is no interval"
             if difference.low <= 0 <= difference.high:
                 return "cannot be told apart from zero"
+            if difference.p_holm is not None:
+                return "not decided after Holm's correction"
             return f"not decided, since the interval does not lie beyond \u00b1{contrast.margin:g}"
         case "within":
             return f"{finding.meaning}, within \u00b1{contrast.smallest:g}"
@@ -112,11 +119,14 @@ def rule_text(finding: Finding) -> str:
     words = "Student's t test"
     if finding.contrast.test == "welch":
         words = "Welch's test"
-    elif finding.contrast.seeds >= SIGN_FLIP_SEEDS:
+    elif finding.contrast.seeds >= SIGN_FLIP_SEEDS and finding.contrast.scale != "doublings":
         words = "exact sign-flip test" if finding.contrast.seeds <= MOST_EXACT_SEEDS else "sign-flip test"
     if difference.p_value is None or finding.state in ("not tested", "too few seeds"):
         return words
-    return f"{words}, p {p_text(difference.p_value)}"
+    words += f", p {p_text(difference.p_value)}"
+    if difference.p_holm is None:
+        return words
+    return f"{words}, {p_text(difference.p_holm)} by Holm's rule over {difference.comparisons}"
 
 
 def brief_answer(study: Studied) -> str:
@@ -135,7 +145,7 @@ def brief_answer(study: Studied) -> str:
 
 def contrasts_table(study: Studied) -> Table:
     """Return every contrast of the plan with its test and verdict, in the plan's order."""
-    rows = []
+    rows, is_censored = [], any(one.figure.reaches is not None for one in study.findings)
     for question, findings in study.questions:
         for place, finding in enumerate(findings):
             contrast, difference = finding.contrast, finding.difference
@@ -146,6 +156,14 @@ def contrasts_table(study: Studied) -> Table:
             else:
                 cells += [*_numbers(finding), str(finding.same_direction), rule_text(finding)]
                 cells += _beside_cells(finding)
+            cells += [censored_words(study.evidence, finding)] if is_censored else []
+            if study.worths:
+                found = study.worths.get(contrast.name)
+                cells += [
+                    cell
+                    for one in ((found.tokens, found.time) if found else (None, None))
+                    for cell in tokens_cells(one)
+                ]
             rows.append([*cells, verdict_text(finding)])
     groups = (
         *names("question", "contrast"),
@@ -155,16 +173,51 @@ def contrasts_table(study: Studied) -> Table:
         Group("seeds in that direction"),
         *names("test"),
         Group("Student's t beside", ("p", "low", "high"), "interval", numeric=False),
+        *names(*([NEVER] if is_censored else [])),
+        *(Group(title, ("mean", "low", "high"), "interval") for title in ([TOKENS, TIME] if study.worths else [])),
         *names("verdict"),
     )
-    return Table("contrasts", "Contrasts of the plan", groups, rows, [RULES])
+    return Table("contrasts", "Contrasts of the plan", groups, rows, [RULES, *tokens_notes(study)])
+
+
+NEVER = "runs that never got there"
+
+
+def censored_words(evidence: Evidence, finding: Finding) -> str:
+    """Return of each arm of a contrast how many runs never reached the level of its figure; they count with their last step."""
+    figure, said = finding.figure, []
+    for arm, point in finding.groups if figure.reaches is not None else ():
+        by_seed = evidence.ended(arm, point)
+        curves = [by_seed[seed].curves[figure.curve] for seed in finding.contrast.every_seed if seed in by_seed]
+        never = sum(reached_at(curve, figure) is None for curve in curves)
+        said.append(
+            f"{evidence.arm(arm).label}{f' ({evidence.words(point)})' if point else ''}: {never} of {len(curves)}"
+        )
+    return "; ".join(said)
+
+
+TOKENS, TIME = "tokens for the same loss", "the same at equal time"
+
+
+def tokens_notes(study: Studied) -> list[str]:
+    """Return what token-equivalents are; nothing where there are none."""
+    spans = [fixed(end, 2) for end in sorted({one.gain for one in study.worths.values()})]
+    if not spans:
+        return []
+    gain = " to ".join(dict.fromkeys((spans[0], spans[-1])))
+    return [
+        f"Tokens for the same loss: the difference over what {study.evidence.reference.label} gains with each doubling of its "
+        f"own tokens, {gain} in the same unit, with Fieller's interval. At equal time: with the measured times of a "
+        "step; empty where these are of machines of different kinds."
+    ]
 
 
 RULES = (
     "Contrasts of a question are tested in this order, each at 0.05, up to the first that is not decided; questions do not "
-    "wait for each other. Brackets: the 95 % interval of the test. With 10 seeds or more the exact sign-flip test decides, "
-    f"with fewer Student's t, and with fewer than {FEWEST_SEEDS} nothing does. After a contrast that lies within its smallest "
-    "effect, the next one is a test of its own at 0.05."
+    "wait for each other. Contrasts under Holm's rule are tested together at 0.05. Brackets: the 95 % interval of the "
+    "test. With 10 seeds or more the exact sign-flip test decides, with fewer Student's t, and with fewer than "
+    f"{FEWEST_SEEDS} nothing does. After a contrast that lies within its smallest effect, the next one is a test of its own "
+    "at 0.05."
 )
 
 

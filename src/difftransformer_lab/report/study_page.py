@@ -22,9 +22,10 @@ CLAIMS_NOTE = (
     "or against a claim; what was explored is left out where one is decided. Reproduced here: one is decided for it and "
     "none against it. In part: another effect is smaller than the smallest that the plan looks for. Opposite: the other way "
     "round. No difference as large as the paper's: the interval lies within that smallest effect. Planned: seeds are "
-    "missing, an earlier contrast is open, or the plan is not registered. In the last column, for: decided on the claim's "
-    "side. Small: decided to be within that smallest effect. Confounded: decided, and explained by something else. Beside: "
-    "what an effect is due to. Nothing here says what holds at the paper's scale."
+    "missing, an earlier contrast is open, or the plan is not registered. Token-equivalents: the change of the tokens for "
+    "the same loss, as the study's page says. In the last column, for: decided on the claim's side. Small: decided to be "
+    "within that smallest effect. Confounded: decided, and explained by something else. Beside: what an effect is due to. "
+    "Nothing here says what holds at the paper's scale."
 )
 
 
@@ -171,11 +172,21 @@ def claims_table(judged: Sequence[Judged]) -> Table:
     rows = []
     for one in judged:
         head = [one.claim.claim, one.claim.paper, one.state]
-        evident = [[said.study.evidence.slug, scale_words(said.study), said.words, said.vote] for said in one.evident]
-        evident = evident or [["", "", one.claim.not_testable or one.claim.not_run, ""]]
+        evident = [
+            [said.study.evidence.slug, scale_words(said.study), said.words, said.tokens, said.vote]
+            for said in one.evident
+        ]
+        evident = evident or [["", "", one.claim.not_testable or one.claim.not_run, "", ""]]
         rows += [[*(head if place == 0 else [""] * 3), *cells] for place, cells in enumerate(evident)]
     groups = names(
-        "claim", "in the paper", "here", "decided by", "scale", "what it found, or why there is none", "says"
+        "claim",
+        "in the paper",
+        "here",
+        "decided by",
+        "scale",
+        "what it found, or why there is none",
+        "token-equivalents",
+        "says",
     )
     return Table("claims", "Claims of the paper", groups, rows, [CLAIMS_NOTE])
 

@@ -54,7 +54,7 @@ def figures_table(
         Group(f"minus {reference.label}", ("mean", "low", "high", "excludes zero"), "marked"),
         Group("seeds in that direction", ("seeds", "of"), "of"),
     ]
-    groups += [Group("runs that reached it", ("runs", "of"), "of")] if reached else []
+    groups += [Group("runs that never got there", ("runs", "of"), "of")] if reached else []
     groups += [Group("paper", ("value", "difference"), "remark")] if papers else []
     cells = []
     for figure in figures:
@@ -69,7 +69,7 @@ def figures_table(
                 shown_mean = NOT_REACHED if row.reached == 0 else fixed(mean, places)
                 line += [arm.label, str(len(row.values)), shown_mean, "" if row.reached == 0 else fixed(error, places)]
                 line += _difference_cells(row, places, reference)
-                line += ["" if row.reached is None else str(one) for one in (row.reached, row.runs)] if reached else []
+                line += [row.never, str(row.runs) if row.never else ""] if reached else []
                 line += _paper_cells(figure, arm, reference) if papers else []
                 cells.append(line)
     words = "Differences are taken seed by seed, on the same data; brackets: 95 % Student t interval, each for itself."

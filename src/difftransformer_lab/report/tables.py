@@ -23,6 +23,7 @@ _FOLDS = {
     "remark": ("{}", " ({})"),
     "of": ("{}", " of {}"),
     "judged": ("{}", " \u00b1 {}", ", {}"),
+    "censored": ("{}", " \u00b1 {}", "; {} never got there", ", {}"),
     "verdict": ("{}",),
     "valued": ("{}", ", {}"),
     "marked": ("{}", " [{}", ", {}]", " {}"),
@@ -58,7 +59,7 @@ class Table:
 
     def folded(self) -> list[list[str]]:
         """Return the rows with one cell for each group, as the page and the terminal print them."""
-        return [["".join(cell).removeprefix(", ") for cell in row] for row in self.parted()]
+        return [["".join(cell).removeprefix(", ").removeprefix("; ") for cell in row] for row in self.parted()]
 
     def parted(self) -> list[list[tuple[str, str]]]:
         """Return the rows with one cell for each group: its text, and its verdict, which is empty in most."""
@@ -70,7 +71,7 @@ class Table:
                 start += len(group.parts)
                 folds = zip(_FOLDS[group.fold], parts, strict=True)
                 texts = [text.format(part) if part else "" for text, part in folds]
-                has_verdict = group.fold in ("judged", "valued", "verdict")
+                has_verdict = group.fold in ("judged", "censored", "valued", "verdict")
                 cells.append(("".join(texts[:-1]), texts[-1]) if has_verdict else ("".join(texts), ""))
             rows.append(cells)
         return rows
@@ -127,7 +128,7 @@ def names(*titles: str) -> tuple[Group, ...]:
 
 
 def _unbroken(group: Group, text: str, verdict: str) -> list[str]:
-    is_number = group.numeric or group.fold in ("judged", "valued")
+    is_number = group.numeric or group.fold in ("judged", "censored", "valued")
     return [*([f"{text}," if verdict else text] if is_number else text.split(" ")), *verdict.split(" ")]
 
 

@@ -57,6 +57,7 @@ IntervalMethod = Literal[
     "student-t over seeds",
     "sign flip over seeds",
     "welch over seeds",
+    "fieller over seeds",
     "studentised over items",
     "mid-p over items",
     "none",

@@ -2,7 +2,8 @@
 
 A plan answers questions. Each question has a sequence of contrasts, of which the first is the primary one. A contrast is tested
 at 0.05 if all contrasts before it in its question were decided: to lie above, below, or within. Questions do not wait for each
-other. `report/contrasts.py` holds the rules, and what they say about errors.
+other, and contrasts that a plan names under `holm` are tested together at 0.05. `report/contrasts.py` holds the rules, and what
+they say about errors.
 """
 
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ class Contrast:
         test: "paired" sums the terms of each seed; "welch" takes each term's seeds as independent, where pairing by seed gains
             nothing.
         scale: "log" compares natural logarithms; "log odds" compares shares by log((k + 1/2) / (n - k + 1/2)) for k right
-            answers of n.
+            answers of n; "doublings" divides a difference of two arms' losses by what the reference's own loss falls with each
+            doubling of its tokens, and tests it by Student's t and Fieller's interval.
         margin: The contrast is decided to lie above (below) only if its interval lies above +margin (below -margin).
         smallest: Smallest effect that matters, in the unit of the contrast. An interval inside of +-smallest decides that there
             is none as large. None leaves that outcome out.
@@ -55,7 +57,7 @@ class Contrast:
     first_seed: int = 2000
     seeds: int
     test: Literal["paired", "welch"] = "paired"
-    scale: Literal["plain", "log", "log odds"] = "plain"
+    scale: Literal["plain", "log", "log odds", "doublings"] = "plain"
     margin: float = 0.0
     smallest: float | None = None
     above: str
@@ -79,11 +81,13 @@ class StudyPlan:
 
     Attributes:
         about: Why the plan is as it is, for a reader.
+        holm: Names of contrasts that are tested together, by S. Holm's rule (1979), whatever their questions.
     """
 
     study: str
     preset: str
     about: str = ""
+    holm: list[str] = field(default_factory=list)
     questions: list[Question]
 
     @property

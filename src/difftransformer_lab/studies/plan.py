@@ -1,6 +1,7 @@
 """The plan of a study that confirms: its file, the commit that holds it, and what must agree with the study."""
 
 import hashlib
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +17,10 @@ FIRST_SEED = 2000
 """Seeds from here on are kept for plans: no study explores with them, and none chooses learning rates."""
 
 
+MATERIAL = re.compile(r"\b(materially|substantially|considerably|much|far|by at least|by more than|that matters?)\b")
+"""What the sentence of a verdict may say only of an interval beyond a margin."""
+
+
 def load_plan(name: str) -> StudyPlan:
     """Read a plan by its name in recipes/plans, or from a file.
 
@@ -25,6 +30,10 @@ def load_plan(name: str) -> StudyPlan:
     document = read_mapping(name, shipped_recipes("plans"), "a plan is a mapping with study, preset and questions")
     plan = build(StudyPlan, document, source=name, error=ConfigError)
     names = [contrast.name for contrast in plan.contrasts]
+    if unknown := [one for one in plan.holm if one not in names]:
+        raise ConfigError(
+            f"{name}: holm names {unknown[0]!r}, which is no contrast of the plan; it has {'; '.join(names)}"
+        )
     for contrast in plan.contrasts:
         where = f"{name}: contrast {contrast.name!r}"
         if names.count(contrast.name) > 1:
@@ -36,6 +45,16 @@ def load_plan(name: str) -> StudyPlan:
             )
         if not contrast.terms or not all(term.arms for term in contrast.terms):
             raise ConfigError(f"{where}: a term without arms; name at least one arm in every term")
+        if contrast.name in plan.holm and contrast.margin:
+            raise ConfigError(
+                f"{where}: margin={contrast.margin:g} under holm, whose p-values are against 0; leave one out"
+            )
+        for side in ("above", "below"):
+            if not contrast.margin and (said := MATERIAL.search(getattr(contrast, side))):
+                raise ConfigError(
+                    f"{where}: {side} says {said[0]!r}, and is decided by lying {side} 0 alone; leave the word out, since the "
+                    "verdict itself says where the interval lies beyond smallest, or give a margin"
+                )
         if contrast.smallest is not None and not contrast.within:
             raise ConfigError(
                 f"{where}: smallest without within; say what it means that the effect is smaller than that"
