@@ -9,7 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,8 +19,6 @@ import scipy.stats
 from rich.console import Console
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.plots import style
-from difftransformer_lab.plots.style import WIDE_ALONE
 from difftransformer_lab.report import Evidence, print_study, read_studies, studied, write_study
 from difftransformer_lab.report.comparisons import row_of
 from difftransformer_lab.report.lead import lead, plain_answer, what_would_decide
@@ -87,20 +85,6 @@ def terminal(comparison: Evidence, width: int) -> str:
 
 def written_to(folder: Path, comparison: Evidence) -> Path:
     return write_study(studied(comparison), folder)
-
-
-@pytest.fixture
-def wide_alone() -> Iterator[None]:
-    """Figures have no narrow form, since drawing is most of a page's time."""
-    token = WIDE_ALONE.set(True)
-    yield
-    WIDE_ALONE.reset(token)
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made, and not drawn."""
-    monkeypatch.setattr(style, "_svg", lambda figure: "<svg></svg>")
 
 
 @pytest.fixture(scope="module")
