@@ -16,6 +16,7 @@ from statistics import fmean
 import measured
 import yaml
 
+from difftransformer_lab.plots.style import WIDE_ALONE
 from difftransformer_lab.report import Evidence, Studied, judge, read_claims, read_studies
 from difftransformer_lab.report.answers import (
     changes_words,
@@ -47,6 +48,7 @@ ONE_RATE = (
 def generated() -> Iterator[tuple[Path, str]]:
     """Yield each file that holds generated text, and its whole content."""
     found = read_studies(STUDIES)
+    WIDE_ALONE.set(True)  # pages show no other
     drawings = {one.evidence.slug: figure(one) for one in found}
     told = [one for one in found if not one.evidence.slug.endswith(OLD_START)]
     pages = measured.blocks(found)

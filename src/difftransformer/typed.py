@@ -5,6 +5,7 @@ Unknown keys, missing keys and wrong types are refused. Fields with a default ma
 
 import dataclasses
 import difflib
+import functools
 import math
 import reprlib
 import types
@@ -73,23 +74,26 @@ class _Builder:
         return self.error(": ".join(part for part in (self.source, key, text) if part))
 
     def build(self, annotation: Any, value: Any, key: str) -> Any:
-        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-        if annotation is Any:
+        if annotation is Any or _fits(annotation, value):
             return value
+        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
         if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
             return self.build_dataclass(annotation, value, key)
         if origin in (typing.Union, types.UnionType):
             if value is None and type(None) in arguments:
                 return None
-            inner = [argument for argument in arguments if argument is not type(None)]
-            return self.build(inner[0], value, key)
+            return self.build(next(argument for argument in arguments if argument is not type(None)), value, key)
         if origin is Literal:
             if value not in arguments:
                 allowed = ", ".join(str(argument) for argument in arguments)
                 raise self.fail(key, f"{short(value)} is not allowed; choose one of {allowed}")
             return value
         if origin is list:
-            return [self.build(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(self.sequence(value, key))]
+            (inner,) = arguments
+            return [
+                item if _fits(inner, item) else self.build(inner, item, f"{key}[{i}]")
+                for i, item in enumerate(self.sequence(value, key))
+            ]
         if origin is tuple:
             items = self.sequence(value, key)
             if len(items) != len(arguments):
@@ -123,16 +127,17 @@ class _Builder:
     def build_dataclass(self, cls: type, value: Any, key: str) -> Any:
         if not isinstance(value, dict):
             raise self.fail(key, f"expected a mapping ({cls.__name__}), got {short(value)}")
-        hints = typing.get_type_hints(cls)
-        fields = {field.name: field for field in dataclasses.fields(cls)}
+        hints, required = _fields(cls)
         for name in value:
-            if name not in fields:
-                raise self.fail(_join(key, name), unknown_key(str(name), fields, list(_nested(cls, str(name)))))
-        for name, field in fields.items():
-            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            if required and name not in value:
+            if name not in hints:
+                raise self.fail(_join(key, name), unknown_key(str(name), hints, list(_nested(cls, str(name)))))
+        for name in required:
+            if name not in value:
                 raise self.fail(_join(key, name), f"missing ({cls.__name__} needs it)")
-        built = {name: self.build(hints[name], item, _join(key, name)) for name, item in value.items()}
+        built = {
+            name: item if _fits(hints[name], item) else self.build(hints[name], item, _join(key, name))
+            for name, item in value.items()
+        }
         try:
             return cls(**built)
         except DiffTransformerError as problem:  # from the dataclass's own checks
@@ -142,6 +147,24 @@ class _Builder:
         if not isinstance(value, (list, tuple)):
             raise self.fail(key, f"expected a list, got {short(value)}")
         return list(value)
+
+
+def _fits(annotation: Any, value: Any) -> bool:
+    """Whether a value is of a plain type, such as most are, and stays as it is."""
+    if type(value) is not annotation:
+        return False
+    if annotation is int:
+        return abs(value) <= LARGEST_INT
+    return math.isfinite(value) if annotation is float else annotation is str or annotation is bool
+
+
+@functools.cache
+def _fields(cls: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the types of a dataclass's fields by their names, and the names of those without a default."""
+    hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)
+    missing = dataclasses.MISSING
+    required = [one.name for one in fields if one.default is missing and one.default_factory is missing]
+    return {one.name: hints[one.name] for one in fields}, required
 
 
 def _nested(cls: type, name: str) -> Iterator[str]:

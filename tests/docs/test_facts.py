@@ -29,8 +29,13 @@ def text_of(name):
 
 
 @pytest.fixture(scope="module")
-def studies():
-    return {one.evidence.slug: one.evidence for one in read_studies(STUDIES)}
+def found():
+    return read_studies(STUDIES)
+
+
+@pytest.fixture(scope="module")
+def studies(found):
+    return {one.evidence.slug: one.evidence for one in found}
 
 
 @pytest.fixture(scope="module")
@@ -221,9 +226,9 @@ LOSSES = {  # contrast: its state, digits, and what pages say of it
 
 
 @pytest.mark.parametrize("contrast", LOSSES)
-def test_the_losses_of_the_start(contrast):
+def test_the_losses_of_the_start(found, contrast):
     state, digits, pages = LOSSES[contrast]
-    (finding,) = (f for one in read_studies(STUDIES) for f in one.findings if f.contrast.name == contrast)
+    (finding,) = (f for one in found for f in one.findings if f.contrast.name == contrast)
     assert finding.state == state
     for page, words in pages.items():
         assert finding.is_small or not re.search(r"no difference that matters|does not matter", words)

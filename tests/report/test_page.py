@@ -183,6 +183,7 @@ def test_the_same_results_give_the_same_bytes(comparison: Evidence, written: Pat
         assert len(list(root.iter())) > 50
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_later_report_leaves_nothing_of_an_earlier_one_but_what_is_not_its_own(
     written: Path, make: Callable[..., Evidence], tmp_path: Path
 ) -> None:
@@ -209,6 +210,7 @@ def test_the_terminal_prints_the_same_and_breaks_no_number(
     assert built.lead.answer in " ".join(text.split())
 
 
+@pytest.mark.usefixtures("wide_alone")
 @pytest.mark.parametrize("options", [
     {"seeds": 1}, {"seeds": 2, "allocation": False, "needle_counts": 1, "advantage": -0.03, "layers": 2},
     {"needle": False, "allocation": False},
@@ -277,6 +279,7 @@ def test_the_first_screen_answers_and_says_what_would_decide(make: Callable[...,
     assert (nothing, "confirm" in deciding) == ("", True)
 
 
+@pytest.mark.usefixtures("wide_alone")
 def test_runs_without_curves_and_evaluations_have_a_page(comparison: Evidence, tmp_path: Path) -> None:
     runs = {
         key: {seed: dataclasses.replace(run, curves={}, evaluations={}, figures=[]) for seed, run in found.items()}
@@ -286,6 +289,7 @@ def test_runs_without_curves_and_evaluations_have_a_page(comparison: Evidence, t
     assert not (tmp_path / "figures").exists()
 
 
+@pytest.mark.usefixtures("wide_alone")
 def test_names_from_outside_are_text_not_markup(comparison: Evidence, tmp_path: Path) -> None:
     sly = "<script>alert(1)</script> & $x$ [bold]"
     arms = [dataclasses.replace(comparison.index.arms[0], label=sly), *comparison.index.arms[1:]]
@@ -297,6 +301,7 @@ def test_names_from_outside_are_text_not_markup(comparison: Evidence, tmp_path: 
     assert sly in terminal(changed, 400)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_curves_that_contradict_themselves_are_refused(comparison: Evidence, tmp_path: Path) -> None:
     run = comparison.at("diff", ())[0]
     broken = dataclasses.replace(run, curves=run.curves | {"lambda 0": Curve(steps=[1, 2], values=[1.0])})
@@ -306,8 +311,8 @@ def test_curves_that_contradict_themselves_are_refused(comparison: Evidence, tmp
     assert not (tmp_path / "index.html").exists()
 
 
-def test_a_report_is_made_without_torch_and_without_a_display(comparison: Evidence, tmp_path: Path) -> None:
-    path = save(comparison, tmp_path)
+def test_a_report_is_made_without_torch_and_without_a_display(make: Callable[..., Evidence], tmp_path: Path) -> None:
+    path = save(make(needle=False, allocation=False), tmp_path)
     program = without("torch", "transformers") + (
         "from difftransformer_lab.cli.main import main;"
         f"assert main(['report', {str(path)!r}, '--out', {str(tmp_path / 'report')!r}]) == 0;"

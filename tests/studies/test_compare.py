@@ -13,6 +13,7 @@ from difftransformer.errors import ConfigError, DataError, DiffTransformerError
 from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer.train import checkpoints, read_metrics
 from difftransformer_lab.cli.main import main
+from difftransformer_lab.plots import style
 from difftransformer_lab.report import read_evidence, studied, write_study
 from difftransformer_lab.report.comparisons import row_of
 from difftransformer_lab.results import TaskResult, read_result
@@ -64,6 +65,7 @@ def study(_study, study_document, tmp_path, warm_children):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("difftransformer_lab.studies.study.run_jobs", half_here)
+            patch.setattr(style, "_svg", lambda figure: "<svg></svg>")  # other tests draw
             assert main(["compare", str(path), "--out", str(_study)]) == 0
     return _study, path
 
@@ -224,6 +226,7 @@ def test_a_second_run_reuses_everything(study, copied, study_document, compariso
     assert compare(recipe_from(study_document, source="toy"), copied[0]).name == "another"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_only_what_is_missing_or_damaged_is_done_again(
     copied, study_document, comparison, monkeypatch, no_costs, capsys
 ):
@@ -317,6 +320,7 @@ def test_a_run_that_the_system_kills_says_so(tmp_path, monkeypatch):
         run_jobs([job], at_once=1)
 
 
+@pytest.mark.usefixtures("wide_alone")
 def test_any_task_can_be_in_a_study(copied, study_document, no_costs, monkeypatch):
     """The recipe asks for another task of the trained runs: it is asked, shown on the page and compared."""
     folder, _ = copied

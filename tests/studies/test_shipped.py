@@ -1,7 +1,10 @@
 """The shipped studies with their plans, claims and committed records: each says what it is, and what one names another has."""
 
+import dataclasses
+import itertools
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from difftransformer.model import count
 from difftransformer.train.plan import Layout, rank_bytes, sizes_of
 from difftransformer_lab.recipe_files import shipped_recipes
 from difftransformer_lab.report.claims import read_claims
-from difftransformer_lab.results import OWN_BEST, StudyIndex, read_result
+from difftransformer_lab.results import OWN_BEST, ChosenRate, StudyIndex, read_result
 from difftransformer_lab.studies import Design, load_study
 from difftransformer_lab.studies.plan import FIRST_SEED, load_plan
 from difftransformer_lab.studies.records import RunStore
@@ -133,6 +136,34 @@ def test_claims_rest_on_contrasts_of_plans():
     assert set(named) <= planned
 
 
+def extended(design):
+    """The runs that choose learning rates, with all that extensions may ask for at either edge."""
+    runs = {(run.arm, tuple(run.point.items())): run for run in design.tuning}
+    beyond = []
+    for (arm, point), edge in itertools.product(runs, (0, -1)):
+        tried = sorted(design.preset.tuning.learning_rates)
+        for _ in range(design.preset.tuning.extensions):
+            figures = [(rate, 0.0) for rate in tried]
+            best = ChosenRate(arm=arm, point=dict(point), learning_rate=tried[edge], tried=figures)
+            further = design.tuning_beyond(best)
+            assert len(further) == design.preset.tuning.seeds
+            tried = sorted([*tried, further[0].recipe.training.optimizer.learning_rate])
+            beyond += further
+    return [*design.tuning, *beyond]
+
+
+def test_extensions_of_learning_rates_are_asked_for(monkeypatch):
+    """Two at either edge of each arm, as far from it as it is from the next rate."""
+    study = load_study("start")
+    preset = study.presets["laptop"]
+    tuning = dataclasses.replace(preset.tuning, learning_rates=[0.002, 0.004, 0.016], seeds=2, extensions=2)
+    monkeypatch.setitem(study.presets, "laptop", dataclasses.replace(preset, tuning=tuning))
+    design = Design(study, "laptop")
+    rates = Counter(run.recipe.training.optimizer.learning_rate for run in extended(design)[len(design.tuning) :])
+    places = len({(run.arm, *run.point.values()) for run in design.tuning})
+    assert rates == dict.fromkeys((0.001, 0.0005, 0.064, 0.256), 2 * places)
+
+
 def test_committed_records_are_runs_that_studies_ask_for():
     """All are read; a run that an index names is one that its study asks for today, and no other is lost unknown."""
     identities = {path.resolve(): identity for (identity, _), path in RunStore(RECORDS)._found.items()}
@@ -143,7 +174,7 @@ def test_committed_records_are_runs_that_studies_ask_for():
         design = Design(load_study(index.name), index.preset)
         assert file == RECORDS / index.name / f"{design.name}.json"
         assert [figure.label for figure in index.figures] == [figure.label for figure in design.figures]
-        wanted = {run.identity for run in [*design.tuning, *design.reported(index.rates)]}
+        wanted = {run.identity for run in [*extended(design), *design.reported(index.rates)]}
         for member in index.members:
             assert identities[(file.parent / member.file).resolve()] in wanted, member.file
         asked |= wanted

@@ -81,6 +81,7 @@ class Drawing:
     png: bytes | None
 
 
+WIDE_ALONE = ContextVar("figures have no narrow form of their own", default=False)
 _MODELS: ContextVar[Sequence[dict[str, Any]]] = ContextVar("styles of the models", default=())
 
 
@@ -154,7 +155,7 @@ def finish(name: str, title: str, caption: str, figure: Figure, png: bool) -> Dr
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=PNG_DOTS_PER_INCH, metadata={"Software": None})
             image = buffer.getvalue()
-        narrow = wide if figure.subfigs else _svg(_made_narrow(figure))
+        narrow = wide if figure.subfigs or WIDE_ALONE.get() else _svg(_made_narrow(figure))
     return Drawing(name, title, caption, wide, narrow, image)
 
 

@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -311,6 +311,7 @@ class Design:
         self._seeds, self._changes, self._first_seed = seeds, list(changes), first_seed
         self._file = file or config.name
         self._document = read_recipe(self.preset.recipe or config.recipe) if document is None else document
+        self._recipe = cache(self._make_recipe)  # seeds share it
         self.arms = self.preset.arms or list(config.arms)
         self.figures = self.preset.figures or config.figures
         self.values = {axis: self.preset.axes.get(axis) or list(one.values) for axis, one in config.axes.items()}
@@ -327,8 +328,13 @@ class Design:
         self, arm: str, point: Mapping[str, str], seed: int, rate: float | None = None, *, is_tuning: bool = False
     ) -> PlannedRun:
         """Return one run, at the recipe's learning rate or another one."""
+        recipe = self._recipe(arm, tuple(point.items()), rate).with_seed(seed)
+        label = self.config.arms[arm].label or arm
+        return PlannedRun(arm=arm, label=label, point=point, seed=seed, recipe=recipe, is_tuning=is_tuning)
+
+    def _make_recipe(self, arm: str, point: tuple[tuple[str, str], ...], rate: float | None) -> Recipe:
         one = self.config.arms[arm]
-        axes = (self.config.axes[axis].values[value].set for axis, value in point.items())
+        axes = (self.config.axes[axis].values[value].set for axis, value in point)
         sets = [self.preset.set, *axes, one.set, self.preset.arm_set.get(arm, {})]
         document = copy.deepcopy(self._document) | {"name": self.config.name}
         for values in sets:
@@ -341,8 +347,7 @@ class Design:
         if self.config.source:
             document |= {"model": {}, "start_from": f"{UPCYCLED}{one.upcycle} {self.config.source}"}
             override(document, "data.tokenizer", f"{UPCYCLED}softmax {self.config.source}", said="data.tokenizer")
-        recipe = recipe_from(document, source=f"{self.config.name}, arm {arm}").with_seed(seed)
-        return PlannedRun(arm=arm, label=one.label or arm, point=point, seed=seed, recipe=recipe, is_tuning=is_tuning)
+        return recipe_from(document, source=f"{self.config.name}, arm {arm}")
 
     @cached_property
     def tuning(self) -> list[PlannedRun]:
@@ -556,16 +561,25 @@ def identity(recipe: Recipe) -> str:
 
     It is computed from the recipe as this release reads it, so that an option that is new keeps the runs before it.
     """
-    document = plain(recipe, without=[ASIDE])
-    document["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
-    text = json.dumps([IDENTITY_VERSION, document], sort_keys=True, default=list)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _sha256(_document(recipe))
 
 
 def kind(recipe: Recipe) -> str:
     """Return a SHA-256 of what a run's time depends on: all that `identity` covers but the seed and the learning rate."""
-    training = replace(recipe.training, seed=0, optimizer=replace(recipe.training.optimizer, learning_rate=1.0))
-    return identity(replace(recipe, training=training))
+    document = _document(recipe)
+    document["training"]["seed"], document["training"]["optimizer"]["learning_rate"] = 0, 1.0
+    return _sha256(document)
+
+
+def _document(recipe: Recipe) -> dict[str, Any]:
+    document: dict[str, Any] = plain(recipe, without=[ASIDE])
+    document["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
+    return document
+
+
+def _sha256(document: dict[str, Any]) -> str:
+    text = json.dumps([IDENTITY_VERSION, document], sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_study(path: Path | str) -> StudyConfig:

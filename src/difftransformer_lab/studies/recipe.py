@@ -30,6 +30,7 @@ from ..recipe_files import check_name, read_recipe
 STARTS = (DiffTransformerConfig.model_type, DifferentialFamilyConfig.model_type)
 MOST_SEEDS, MOST_JOBS = 1000, 64
 MOST_ROUNDED = 0.01  # of a model's parameters, so that it is still the same size as its twin
+_POSSIBLE = set[str]()  # models that have been checked, since the recipes of a study share some
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -172,8 +173,10 @@ class Recipe:
             )
         if self.evaluation_batch_tokens < 1:
             raise ConfigError(f"evaluation_batch_tokens={self.evaluation_batch_tokens}: give at least 1")
-        if self.start_from is None or self.model:
+        key = f"{self.model} {self.training.context_tokens}"
+        if (self.start_from is None or self.model) and key not in _POSSIBLE:
             self.model_config(vocab_size=1)  # impossible models are refused when the recipe is read
+            _POSSIBLE.add(key)
 
     def model_config(self, *, vocab_size: int, **tokens: int) -> DiffTransformerConfig:
         """The model's configuration with the tokenizer's vocabulary and special tokens.
