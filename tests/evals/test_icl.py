@@ -108,7 +108,7 @@ def wanting(monkeypatch, tokenizer, label):
     target = []
 
     class Wanting:
-        def __init__(self, model, enabled):
+        def __init__(self, model, enabled, whole):
             pass
 
         def start(self):

@@ -15,7 +15,7 @@ from difftransformer_lab.evals.models import causal, prefix
 from difftransformer_lab.evals.models.prefix import PrefixCache
 from difftransformer_lab.evals.probes import LastRow
 from difftransformer_lab.evals.requests import Choice, Continuation, Loss, ScoredContinuation
-from tests.support.answering import answers_to
+from tests.support.answering import answers_to, plain_choice
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}  # large, so that every token says something else
@@ -191,14 +191,14 @@ def test_logits_of_a_batch_are_bounded(model, prompts, monkeypatch):
     requests = [Loss(row) for row in rows_of(prompts)]
     whole = ask(model, requests)
     monkeypatch.setattr(causal, "_MOST_LOGITS", 2 * prompts.shape[1] * model.config.vocab_size + 1)
-    rows = []
+    rows, language_model = [], CausalLanguageModel(model, None)
     hook = model.register_forward_hook(lambda _, __, output: rows.append(output.logits.shape[0]))
     try:
-        parts = ask(model, requests)
+        parts = answers_to(language_model, requests)
     finally:
         hook.remove()
     assert rows == [2, 2, 1]
-    assert CausalLanguageModel(model, None).parts(requests) == [[0, 1], [2, 3], [4]]
+    assert language_model.parts(requests) == [[0, 1], [2, 3], [4]]
     torch.testing.assert_close(torch.tensor(parts), torch.tensor(whole))
 
 
@@ -209,11 +209,11 @@ def test_a_long_row_in_parts(model, prompts, monkeypatch):
     monkeypatch.setattr(prefix, "CHUNK_TOKENS", 7)
     assert ask(model, [Loss(row)])[0] == pytest.approx(whole, rel=1e-4)
     assert ask(model, [Choice(row, ((3, 4), (3, 5), (6,)))]) == [plain_choice(model, row, ((3, 4), (3, 5), (6,)))]
-    passes = []
+    passes, language_model = [], CausalLanguageModel(model, None)
     hook = model.register_forward_pre_hook(
         lambda _, __, options: passes.append(options["input_ids"].shape[1]), with_kwargs=True
     )
-    (made,) = ask(model, [Continuation(row, 3)])
+    (made,) = answers_to(language_model, [Continuation(row, 3)])
     hook.remove()
     assert passes == [7, 7, 6, 1, 1]
     monkeypatch.setattr(causal, "CHUNK_TOKENS", 2048)
@@ -242,19 +242,6 @@ def test_a_row_of_a_model_with_a_state_is_computed_whole(kind, prompts, monkeypa
     if kind == "mamba":
         with pytest.raises(EvaluationError, match="MambaForCausalLM returns no cache"):
             ask(model, [Continuation(rows[0], 3)])
-
-
-def plain_choice(model, prompt, options):
-    """Masks all logits but those that lead to an option, a token at a time, without any cache."""
-    path = ()
-    while path not in options:
-        logits = model(input_ids=torch.tensor([(*prompt, *path)])).logits[0, -1]
-        masked = torch.full_like(logits, -torch.inf)
-        for option in options:
-            if option[: len(path)] == path:
-                masked[option[len(path)]] = logits[option[len(path)]]
-        path = (*path, int(masked.argmax()))
-    return options.index(path)
 
 
 def test_choice_is_masked_greedy_decoding(model):

@@ -2,6 +2,8 @@
 
 from contextlib import contextmanager
 
+import torch
+
 from difftransformer.data import byte_tokenizer
 from tests.support import tiny_folders
 
@@ -39,3 +41,16 @@ def tiny_model(folder):
     """Save a network with the byte tokenizer into a folder, as a command opens it."""
     tiny_folders.saved(folder, max_position_embeddings=512)
     return str(folder)
+
+
+def plain_choice(model, prompt, options):
+    """Masks all logits but those that lead to an option, a token at a time, without any cache."""
+    path = ()
+    while path not in options:
+        logits = model(input_ids=torch.tensor([(*prompt, *path)])).logits[0, -1]
+        masked = torch.full_like(logits, -torch.inf)
+        for option in options:
+            if option[: len(path)] == path:
+                masked[option[len(path)]] = logits[option[len(path)]]
+        path = (*path, int(masked.argmax()))
+    return options.index(path)

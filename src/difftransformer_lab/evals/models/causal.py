@@ -1,9 +1,10 @@
 """Any causal language model of transformers as a `LanguageModel`."""
 
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..probes import LastRow, Magnitudes, Maps, Probe
 from ..probes.magnitudes import magnitudes
 from ..probes.maps import head_maps, last_row_weights, row_sums
 from ..requests import Answers, Choice, Continuation, Loss, Predictions, Request, ScoredContinuation
+from .lengths import LengthDependence
 from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, common_prefixes, goes_on, growing_cache
 from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
 
@@ -33,6 +35,8 @@ _WRITTEN_OUT_TOKENS = 4096
 _MOST_LOGITS = 2**28
 """Most logits of a batch: 1 GiB in fp32."""
 
+logger = logging.getLogger(__name__)
+
 Kinds = dict[type, Callable[[Sequence[Any]], Answers]]
 """What answers each kind of requests."""
 
@@ -43,7 +47,8 @@ UNBOUNDED = 2**31
 class CausalLanguageModel:
     """Answers requests and probes with a model: rows of equal length in batches, or prompts with a common prefix in sequence.
 
-    No prompt is padded, so an answer depends on its request only, up to the rounding of the kernels.
+    No prompt is padded, and rows of a model whose keys depend on their length are computed whole (`LengthDependence`), so an
+    answer depends on its request only, up to the rounding of the kernels.
 
     Args:
         model: A causal language model with the interface of transformers, on any device.
@@ -55,6 +60,7 @@ class CausalLanguageModel:
     Attributes:
         bound: `context_tokens` where that is fewer than the model's positions, else None.
         is_divided: Whether several processes hold the model together, so that all of them compute every row.
+        is_whole: Whether every row is computed whole, for each of its tokens anew.
     """
 
     is_divided = False
@@ -74,6 +80,10 @@ class CausalLanguageModel:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED
         self.context_tokens = int(context_tokens or positions)
         self.bound = self.context_tokens if self.context_tokens < positions else None
+        self._lengths = LengthDependence(self.model, self.context_tokens)
+        self.is_whole = self._lengths.found
+        if self.is_whole:
+            logger.info("its keys depend on the length of a row: every row is computed whole, which takes longer")
 
     def answer(self, requests: Sequence[Request]) -> Answers:
         """Answer every request. See `LanguageModel`.
@@ -98,7 +108,7 @@ class CausalLanguageModel:
             if kind in (Loss, Predictions):
                 own_parts = self._equal_lengths([request.ids for request in chosen], self._whole_tokens)
             elif kind is LastRow:
-                own_parts = self._equal_lengths([request.prompt for request in chosen])
+                own_parts = self._equal_lengths([request.prompt for request in chosen], self._last_row_tokens)
             elif kind is Choice and self.prefix_caching:
                 own_parts = _runs(chosen)
             elif kind in (Continuation, ScoredContinuation):
@@ -115,6 +125,10 @@ class CausalLanguageModel:
         """
         kinds: Kinds = {LastRow: self._last_rows, Maps: self._maps, Magnitudes: self._magnitudes}
         yield from self._by_kind(probes, kinds)
+
+    def independently(self) -> AbstractContextManager[None]:
+        """Let no pass depend on the rows of earlier ones, which some rotary tables remember."""
+        return self._lengths.forgotten()
 
     @contextmanager
     def watched(self, tell: Callable[[float], None]) -> Iterator[None]:
@@ -171,7 +185,7 @@ class CausalLanguageModel:
         for kind, indices in groups.items():
             pairs = kinds[kind]([requests[index] for index in indices])
             while True:
-                with torch.inference_mode():  # left while the caller has the answer
+                with torch.inference_mode(), self.independently():  # left while the caller has the answer
                     pair = next(pairs, None)
                 if pair is None:
                     break
@@ -203,7 +217,7 @@ class CausalLanguageModel:
         """Yield the logits of rows (B, T), part by part, so that only one part is held at a time."""
         parts = self._parts_of(ids)
         if len(parts) == 1:
-            yield self.model(input_ids=ids, use_cache=False).logits
+            yield from self.model(input_ids=ids, use_cache=False).logits.split(CHUNK_TOKENS, 1)
             return
         cache = growing_cache(self.model)
         for part in parts:
@@ -211,8 +225,8 @@ class CausalLanguageModel:
 
     def _parts_of(self, ids: Tensor) -> Sequence[Tensor]:
         """Divide rows (B, T) into what is computed in one pass each."""
-        is_long = ids.shape[1] > CHUNK_TOKENS
-        parts: Sequence[Tensor] = ids.split(CHUNK_TOKENS, 1) if is_long and goes_on(self.model) else (ids,)
+        is_divisible = ids.shape[1] > CHUNK_TOKENS and not self.is_whole and goes_on(self.model)
+        parts: Sequence[Tensor] = ids.split(CHUNK_TOKENS, 1) if is_divisible else (ids,)
         return parts
 
     def _continuations(self, requests: Sequence[Continuation]) -> Answers:
@@ -229,7 +243,7 @@ class CausalLanguageModel:
         prompts = sorted(request.prompt for request in requests)
         steps, total = sum(request.tokens for request in requests), sum(map(len, prompts))
         enough = max(_WORTH_SHARING * total, _STEP_TOKENS * steps)
-        return self.prefix_caching and can_be_cut(self.model) and sum(common_prefixes(prompts)) >= enough
+        return self.prefix_caching and self._can_be_cut and sum(common_prefixes(prompts)) >= enough
 
     def _continue_one(self, cache: PrefixCache, request: Continuation) -> Any:
         made: list[int] = []
@@ -248,13 +262,14 @@ class CausalLanguageModel:
         right = [request.right for request in requests if isinstance(request, ScoredContinuation)]
         losses: list[list[float]] = []
         # A model with other kinds of layers creates its own cache.
-        cache: Any = growing_cache(self.model) if can_be_cut(self.model) else None
+        cache: Any = growing_cache(self.model) if self._can_be_cut else None
         left, inputs = list(range(len(requests))), ids
         while left:
             for part in self._parts_of(inputs):
-                outputs = self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                kept = {} if self.is_whole else {"past_key_values": cache}
+                outputs = self.model(input_ids=part, use_cache=not self.is_whole, logits_to_keep=1, **kept)
                 cache = outputs.get("past_key_values")
-                if cache is None:
+                if cache is None and not self.is_whole:
                     name = type(self.model).__name__
                     raise EvaluationError(f"{name} returns no cache, so it cannot continue a text; choose another task")
             tokens = outputs.logits[:, -1].argmax(-1)
@@ -262,11 +277,11 @@ class CausalLanguageModel:
                 losses = self._losses_of(right, ids, outputs.logits[:, -1:], cache)
             answers = enumerate(zip(left, tokens.tolist(), strict=True))
             going = [place for place, (row, token) in answers if requests[row].take(made[row], token)]
-            if 0 < len(going) < len(left):
-                kept = torch.tensor(going, device=tokens.device)
-                cache.batch_select_indices(kept)
-                tokens = tokens[kept]
-            left, inputs = [left[place] for place in going], tokens.unsqueeze(1)
+            rest = torch.tensor(going, device=tokens.device, dtype=torch.long)
+            if 0 < len(going) < len(left) and not self.is_whole:
+                cache.batch_select_indices(rest)
+            left, made_now = [left[place] for place in going], tokens[rest].unsqueeze(1)
+            inputs = torch.cat([inputs[rest], made_now], 1) if self.is_whole else made_now
         return [{"ids": one, "losses": of_right} for one, of_right in zip(made, losses, strict=True)] if right else made
 
     def _losses_of(self, right: Sequence[tuple[int, ...]], ids: Tensor, first: Tensor, cache: Any) -> list[list[float]]:
@@ -278,30 +293,38 @@ class CausalLanguageModel:
             first: Logits (B, 1, V) after the rows.
             cache: Keys and values of the rows, which are left as they are.
         """
-        most = max(map(len, right))
+        lengths = sorted({len(one) for one in right})
+        if self.is_whole and len(lengths) > 1:
+            found: dict[int, list[float]] = {}
+            for length in lengths:
+                rows = [row for row, one in enumerate(right) if len(one) == length]
+                own = self._losses_of([right[row] for row in rows], ids[rows], first[rows], cache)
+                found |= dict(zip(rows, own, strict=True))
+            return [found[row] for row in range(len(right))]
+        most = lengths[-1]
         # What stands behind the end of a shorter one changes nothing before it.
         targets = self._tensor([[*one, *one[-1:] * (most - len(one))] for one in right])
         logits = first
-        if most > 1 and can_be_cut(self.model):
+        if most > 1 and self._can_be_cut:
             rest = self.model(input_ids=targets[:, :-1], past_key_values=cache, use_cache=True).logits
             cache.crop(1 - most)
             logits = torch.cat([first, rest], 1)
         elif most > 1:
-            rows = torch.cat([ids, targets[:, :-1]], 1)
-            logits = self.model(input_ids=rows, use_cache=False, logits_to_keep=most).logits
+            whole = torch.cat([ids, targets[:, :-1]], 1)
+            logits = self.model(input_ids=whole, use_cache=False, logits_to_keep=most).logits
         losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         return [row[: len(one)] for row, one in zip(losses.tolist(), right, strict=True)]
 
     def _choices(self, requests: Sequence[Choice]) -> Answers:
-        cache = PrefixCache(self.model, enabled=self.prefix_caching)
+        cache = PrefixCache(self.model, enabled=self.prefix_caching, whole=self.is_whole)
         for index in sorted(range(len(requests)), key=lambda index: requests[index].prompt):
             request = requests[index]
             cache.start()
             yield index, _walk(cache, request.prompt, request.options)
 
     def _last_rows(self, requests: Sequence[LastRow]) -> Answers:
-        for indices, ids in self._batches([request.prompt for request in requests]):
-            weights = last_row_weights(self.model, ids)
+        for indices, ids in self._batches([request.prompt for request in requests], self._last_row_tokens):
+            weights = last_row_weights(self.model, ids, whole=self.is_whole)
             for row, index in enumerate(indices):
                 yield index, row_sums([layer[row] for layer in weights], requests[index].edges)
 
@@ -315,6 +338,14 @@ class CausalLanguageModel:
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=self.model.device)
+
+    @property
+    def _can_be_cut(self) -> bool:
+        return can_be_cut(self.model) and not self.is_whole
+
+    @property
+    def _last_row_tokens(self) -> int:
+        return min(self.batch_tokens, _WRITTEN_OUT_TOKENS) if self.is_whole else self.batch_tokens
 
     @property
     def _whole_tokens(self) -> int:

@@ -69,10 +69,11 @@ class PrefixCache:
 
     Args:
         enabled: Whether to keep anything from one prompt to the next; within a prompt tokens are always kept.
+        whole: Whether to compute each row anew, whatever the model can.
     """
 
-    def __init__(self, model: Any, *, enabled: bool = True) -> None:
-        self.model, self._goes_on = model, goes_on(model)
+    def __init__(self, model: Any, *, enabled: bool = True, whole: bool = False) -> None:
+        self.model, self._goes_on = model, goes_on(model) and not whole
         self.enabled = enabled and can_be_cut(model)
         self._ids = np.empty(0, np.int64)
         self._cache: DynamicCache | None = None

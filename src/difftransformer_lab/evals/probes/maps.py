@@ -70,10 +70,11 @@ def _rows(square: Tensor) -> list[list[float]]:
     return [[float(f"{value:.4g}") for value in row[: index + 1]] for index, row in enumerate(square.tolist())]
 
 
-def last_row_weights(model: Any, ids: Tensor) -> list[Tensor]:
+def last_row_weights(model: Any, ids: Tensor, *, whole: bool = False) -> list[Tensor]:
     """Return the weights by which the last token's heads add values: A1 - lambda A2 for differential attention.
 
-    The ids are (B, T). All tokens but the last go through the model's own kernels; only one row of each map is formed.
+    The ids are (B, T). All tokens but the last go through the model's own kernels, and only one row of each map is formed;
+    `whole` computes them all at once, which forms the T x T maps.
 
     Returns:
         (B, H, T) in fp32 for each layer, on the CPU; zero for tokens outside of a sliding window.
@@ -82,7 +83,7 @@ def last_row_weights(model: Any, ids: Tensor) -> list[Tensor]:
         EvaluationError: See `hooks.written_out`.
     """
     length, past = ids.shape[1], None
-    if length > 1:
+    if length > 1 and not whole:
         past = model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
     rows: list[Tensor] = []
 
@@ -91,7 +92,7 @@ def last_row_weights(model: Any, ids: Tensor) -> list[Tensor]:
         rows.append(F.pad(weights, (length - weights.shape[-1], 0)))
 
     with written_out(model) as layers, observing_maps(layers, observe):
-        model(input_ids=ids[:, -1:], past_key_values=past, use_cache=True)
+        model(input_ids=ids if whole else ids[:, -1:], past_key_values=past, use_cache=not whole)
     return rows
 
 
