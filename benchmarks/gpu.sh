@@ -16,8 +16,9 @@ part() { # SECONDS COMMAND...
 }
 command="$python -m difftransformer_lab"
 part 60 $command doctor --device cuda
-part 150 "$python" -m pytest -n 12 --dist worksteal -m gpu --junitxml "$out/tests.xml" ${TESTS:-tests}
+part 150 "$python" -m pytest -n 12 --dist worksteal -p no:benchmark -m gpu --junitxml "$out/tests.xml" ${TESTS:-tests}
 part 240 $command bench all --device cuda --lengths '[2048,8192]' --backends '[triton,cudnn]' --peers false --repeats 20 \
     --modes '[forward,forward+backward]' --works '[training step]' --seconds 1 --out "$out"
-part 120 "$python" examples/speedrun.py --width 384 --layers 8 --batch 32768 --seeds 2 --minutes 0.1 --out "$out/speedrun.log"
+part 120 "$python" examples/speedrun.py --width 384 --layers 6 --batch 32768 \
+    --context 512 --seeds 2 --minutes 0.1 --timed 3 --out "$out/speedrun.log"
 echo "== $(date +%T) done"

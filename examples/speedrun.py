@@ -248,6 +248,7 @@ def main() -> None:
     if args.batch % args.context:
         parser.error(f"--batch {args.batch} is no multiple of --context {args.context}")
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64  # the arms share the code of a block, and each has graphs of its own
 
     train_ids, valid_ids = read_tokens(args)
     same = {

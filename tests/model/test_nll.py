@@ -8,7 +8,14 @@ from transformers import AutoModelForCausalLM
 
 from difftransformer.errors import ConfigError, DataError, ShapeError
 from difftransformer.families import family_config
-from difftransformer.model.nll import IGNORED, loss_chunk, next_token_nll, summed_next_token_nll, summed_nll
+from difftransformer.model.nll import (
+    IGNORED,
+    loss_and_gradient,
+    loss_chunk,
+    next_token_nll,
+    summed_next_token_nll,
+    summed_nll,
+)
 from tests.support.oracle import relative_error
 from tests.support.tiny_models import BASE, scramble, tiny, tokens
 
@@ -244,7 +251,7 @@ def test_loss_and_gradient_of_a_chunk(z_loss):
     log_z = logits.logsumexp(-1)[targets != -100]
     right = F.cross_entropy(logits, targets, reduction="sum") + z_loss * log_z.square().sum()
     (right_gradient,) = torch.autograd.grad(right, logits)
-    for compute in (nll.loss_and_gradient, torch.compile(nll.loss_and_gradient, fullgraph=True, backend="aot_eager")):
+    for compute in (loss_and_gradient, torch.compile(loss_and_gradient, fullgraph=True, backend="aot_eager")):
         loss, gradient = compute(logits.detach().float(), targets, -100, z_loss)
         assert loss.item() == pytest.approx(right.item(), rel=1e-5)
         assert torch.allclose(gradient.double(), right_gradient, atol=1e-5)

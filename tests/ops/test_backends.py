@@ -315,3 +315,16 @@ def test_a_backend_is_one_record_and_one_row(monkeypatch):
     assert select_backend(problem(9000, width=64)).name == "chunked"
     with pytest.raises(BackendUnavailable, match="mine: width 64, only 32"):
         select_backend(problem(width=64), "mine")
+
+
+def test_a_compiled_call_takes_the_backend():
+    """In torch 2.11 and 2.12, torch.compile takes torch.compiler.is_exporting() for true."""
+    targets = []
+
+    def collect(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    query, key, value = torch.randn(3, 1, 2, 70, 16).unbind()
+    torch.compile(lambda *x: differential_attention(*x, 0.5, is_causal=True), backend=collect)(query, key, value)
+    assert any("difftransformer." in target for target in targets)

@@ -131,6 +131,8 @@ def time_models(
         figures[name]["peak_bytes"] = device_peak_bytes(step, held)
         return step
 
+    if device != "cpu" and work == "training step":
+        torch.compile(torch.sin)(torch.ones(2, device=device))  # what a process compiles first takes longer
     calls, reasons = attempt_each(models, build, device)
     timings = time_interleaved(calls, rounds=settings.repeats, budget_seconds=settings.seconds, device=device)
     shape = {"model": size, "batch": rows, "context_tokens": context}
@@ -164,10 +166,12 @@ def model_flops(model: PreTrainedModel, rows: int, context: int) -> float:
 
     Nothing that is computed again counts (arXiv:2204.02311 appendix B), and half of the pairs are masked.
     """
-    weights = sum(x.numel() for name, x in model.named_parameters() if x.dim() == 2 and "embed_tokens" not in name)
     config: Any = model.config
+    weights = sum(
+        x.numel() for x in model.parameters() if x.dim() == 2
+    )  # the embedding counts where it is the output layer
+    weights -= (not config.tie_word_embeddings) * config.vocab_size * config.hidden_size
     if isinstance(model, DiffTransformerForCausalLM):
-        weights += config.tie_word_embeddings * config.vocab_size * config.hidden_size
         pair = config.head_layout().map_flops_per_pair()
     else:
         pair = 4 * config.num_attention_heads * config.head_dim
