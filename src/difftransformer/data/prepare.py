@@ -275,7 +275,7 @@ class _Request:
         try:
             manifest = write_documents(
                 folder,
-                _split(self.config, digest.over(iter_documents(self.source, reading))),
+                _split(self.config, self.source, digest.over(iter_documents(self.source, reading))),
                 tokenizer,
                 source=self.source,
                 source_state=self.state,
@@ -358,7 +358,7 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
     for index, source in enumerate(sources):
         # What may be larger than its files leaves room for the sources after it.
         most = BPE_CHARACTERS - (share * sum(sizes[index + 1 :]) if is_of_unknown_size(source) else 0)
-        for split, document in _split(config, iter_documents(source)):
+        for split, document in _split(config, source, iter_documents(source)):
             if read > most:
                 break
             if isinstance(document, Example):
@@ -373,5 +373,5 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
                     yield part
 
 
-def _split(config: DataConfig, documents: Iterable[AnyDocument]) -> Iterator[tuple[Split, AnyDocument]]:
-    return iter_split(documents, validation_share=config.validation_share, seed=config.split_seed)
+def _split(config: DataConfig, source: str, documents: Iterable[AnyDocument]) -> Iterator[tuple[Split, AnyDocument]]:
+    return iter_split(documents, validation_share=config.validation_share, seed=config.split_seed, source=source)

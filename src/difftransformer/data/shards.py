@@ -76,6 +76,7 @@ class Manifest:
         source_state: State of the source's files when they were read (see `source_state`), if it is known.
         content: What the files hold.
         template_sha256: Fingerprint of the chat template that wrote the examples, if one did.
+        held_out: Of text, the fields of `HeldOutShares`.
     """
 
     version: int
@@ -89,6 +90,7 @@ class Manifest:
     source_state: str | None = None
     content: Content = "text"
     template_sha256: str | None = None
+    held_out: dict[str, float] | None = None
 
     @property
     def item_dtype(self) -> np.dtype[Any]:

@@ -17,24 +17,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import ConfigError, DataError
 from ..typed import short
+from . import packages
 from .documents import FIELDS, AnyDocument, Document, Example, LargeDocument, read_special
 from .records import is_held_out, json_lines, load_set, parquet_rows, read_text, readable
+from .shards import Split
 
 STDLIB = "python-stdlib"
-# Tests, bundled wheels, editors and demos are no library sources, or differ between installations.
+# Tests, bundled wheels, editors and demos are no library sources, or differ between installations; tables are generated.
 _SKIPPED_FOLDERS = frozenset({
-    "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "site-packages", "test", "tests",
-    "turtledemo",
+    "__pycache__", "dist-packages", "encodings", "ensurepip", "idle_test", "idlelib", "lib-dynload", "pydoc_data",
+    "site-packages", "test", "tests", "turtledemo",
 })  # fmt: skip
+_SKIPPED_FILES = frozenset({"html/entities.py", "token.py", "symbol.py"})
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, ".parquet")
 SOURCES = (
-    f"{STDLIB}; a folder of files that end in {', '.join(SUFFIXES)}; one such file; "
+    f"{STDLIB}; {packages.NAME}; a folder of files that end in {', '.join(SUFFIXES)}; one such file; "
     "hf:NAME[:CONFIG][:SPLIT] (a Hugging Face datasets name), or hf-stream:NAME[:CONFIG][:SPLIT], which is not stored first"
 )
 HUB_PREFIXES = ("hf:", "hf-stream:")
@@ -86,11 +89,11 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
     """Yield the documents of a source, in an order fixed by their names.
 
     Args:
-        source: `python-stdlib` (see `read_stdlib`); a folder, which is read recursively without hidden files; a `.txt`, `.md`
-            or `.py` file, which is one document; a `.jsonl` file (also `.jsonl.gz` and `.jsonl.zst`) with one object per line
-            that has a string `text` and optionally a string `name`; a `.parquet` file with such columns; or
-            `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults to `train`, and CONFIG may be empty,
-            as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
+        source: `python-stdlib` (see `read_stdlib`); `python-packages` (see `packages.py`); a folder, which is read recursively
+            without hidden files; a `.txt`, `.md` or `.py` file, which is one document; a `.jsonl` file (also `.jsonl.gz` and
+            `.jsonl.zst`) with one object per line that has a string `text` and optionally a string `name`; a `.parquet` file
+            with such columns; or `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults to `train`, and
+            CONFIG may be empty, as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
         reading: Gets how much of it has been read.
 
     Names of files may end in upper case too. A file or row whose text is empty is left out, and counted in a warning. In
@@ -102,6 +105,8 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
     reading = reading or Reading()
     if source == STDLIB:
         return read_stdlib()
+    if source == packages.NAME:
+        return packages.read()
     if source.startswith(HUB_PREFIXES):
         return _read_hub(source, reading)
     path = Path(source)
@@ -153,29 +158,25 @@ def stdlib_files() -> tuple[Path, list[tuple[str, Path]]]:
 
 
 def read_stdlib() -> Iterator[Document]:
-    """Yield the library sources of the running interpreter, and the topics of its `help()`, sorted by name.
+    """Yield the library sources of the running interpreter, without generated tables, sorted by name.
 
     Raises:
         DataError: This Python was installed without its sources.
     """
     folder, files = stdlib_files()
-    documents = []
+    is_empty = True
     for name, path in files:
-        # The topics become documents of their own below. _sysconfigdata records how this interpreter was built.
-        if name == "pydoc_data/topics.py" or path.name.startswith("_sysconfigdata") or name.startswith("config-"):
+        # _sysconfigdata records how this interpreter was built.
+        if name in _SKIPPED_FILES or path.name.startswith("_sysconfigdata") or name.startswith("config-"):
             continue
         with suppress(DataError):
-            documents.append(Document(name, read_text(path)))
-    with suppress(ImportError):  # some distributions leave the topics out
-        from pydoc_data.topics import topics
-
-        documents += [Document(f"pydoc_data/topics:{topic}", text) for topic, text in topics.items()]
-    documents = [document for document in documents if document.text]
-    if not documents:
+            if text := read_text(path):
+                is_empty = False
+                yield Document(name, text)
+    if is_empty:
         raise DataError(
             f"{STDLIB}: no library sources in {folder} (this Python was installed without them); name another source"
         )
-    yield from sorted(documents, key=lambda document: document.name)
 
 
 def source_state(source: str) -> str | None:
@@ -184,6 +185,8 @@ def source_state(source: str) -> str | None:
     A set of the Hugging Face hub is taken to stay as it is. Returns None for files changed so recently that a further change
     might leave their times as they are.
     """
+    if source == packages.NAME:
+        return hashlib.sha256(packages.LIST.read_bytes()).hexdigest()
     located = _source_files(source)
     if located is None:
         return hashlib.sha256(source.encode()).hexdigest()
@@ -223,6 +226,8 @@ def _source_files(source: str) -> tuple[Path, list[tuple[str, Path]]] | None:
     if source == STDLIB:
         return stdlib_files()
     suffixes: Sequence[str] = SUFFIXES
+    if source == packages.NAME:
+        return None
     folder = Path(source)
     if source.startswith(HUB_PREFIXES):
         folder, suffixes = Path(source.split(":")[1]), [""]  # datasets reads local folders with files of any kind
@@ -232,9 +237,11 @@ def _source_files(source: str) -> tuple[Path, list[tuple[str, Path]]] | None:
 
 
 def iter_split(
-    documents: Iterable[AnyDocument], *, validation_share: float, seed: int
-) -> Iterator[tuple[Literal["train", "validation"], AnyDocument]]:
+    documents: Iterable[AnyDocument], *, validation_share: float, seed: int, source: str = ""
+) -> Iterator[tuple[Split, AnyDocument]]:
     """Yield documents with their splits, which are chosen by a hash of (seed, name) (see `records.is_held_out`).
+
+    Of `python-packages`, the held-out packages are the validation documents.
 
     A single text is cut at a line end instead, and its last `validation_share` becomes the validation document.
 
@@ -249,6 +256,9 @@ def iter_split(
     """
     if not 0.0 < validation_share < 1.0:
         raise ConfigError(f"validation_share is {validation_share}; give a share between 0 and 1, for example 0.05")
+    if source == packages.NAME:
+        yield from packages.split(documents)
+        return
     documents = iter(documents)
     first = list(islice(documents, 2))
     if len(first) == 1 and isinstance(first[0], Document | LargeDocument):

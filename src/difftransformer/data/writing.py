@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from ..errors import DataError
 from ..files import naming
 from .chat import ChatTemplate
 from .documents import IGNORED, AnyDocument, Conversation, Document, Example, LargeDocument, cut_text
+from .held_out import HeldOutLines
 from .shards import (
     MANIFEST_VERSION,
     SPLITS,
@@ -30,6 +32,8 @@ from .shards import (
     write_manifest,
 )
 from .tokenizer import Tokenizer
+
+logger = logging.getLogger("difftransformer")
 
 SHARD_TOKENS = 2**24
 BATCH_CHARACTERS = 2**20  # of texts that are tokenised together; bounds the memory
@@ -115,8 +119,11 @@ def write_documents(
                 f"{source} holds {_HELD[kind]}, and the ids of its tokenizer stand for no text; name another one in "
                 "data.tokenizer, such as bpe or byte"
             )
-        writer = _Writer(folder, tokenizer, kind, shard_tokens)
-        writer.write(chain(first, documents), on_text)
+        writer, lines = _Writer(folder, tokenizer, kind, shard_tokens), HeldOutLines()
+        writer.write(lines.over(chain(first, documents)), on_text)
+        shares = lines.shares()
+        if shares is not None:
+            logger.info("%s: %s", source, shares)
         manifest = Manifest(
             version=MANIFEST_VERSION,
             source=source,
@@ -129,6 +136,7 @@ def write_documents(
             splits={name: split.manifest() for name, split in writer.splits.items()},
             content=writer.content,
             template_sha256=writer.template.sha256 if writer.template else None,
+            held_out=None if shares is None else shares._asdict(),
         )
         write_manifest(folder, manifest)
     except OSError as error:
