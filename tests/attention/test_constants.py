@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, LlamaConfig, PreTrainedModel
 
 from difftransformer import DiffTransformerForCausalLM
-from difftransformer.attention import DifferentialAttention, DifferentialExtension
+from difftransformer.attention import DifferentialAttention, DifferentialExtension, DifferentialOptions
 from difftransformer.families import accelerate, family_config, restore
 from tests.support.tiny_models import tiny
 
@@ -77,6 +77,29 @@ def test_buffers_that_are_cast_in_place():
     for buffer in one.buffers():
         buffer.data = buffer.bfloat16()
     assert torch.equal(one(x)[0], expected)
+
+
+def test_weights_in_float64_that_are_assigned():
+    """They leave the buffers in fp32."""
+    one, x = layer().double(), torch.randn(1, 5, 32, dtype=torch.float64)
+    made = layer()
+    made.load_state_dict(one.state_dict(), assign=True)
+    assert torch.equal(made(x)[0], one(x)[0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("head_norm", ["gain", "plain", "none"])
+def test_the_factor_is_not_rounded(head_norm, backend):
+    """PyTorch rounds a 0-dim tensor in fp32 to bf16 before it multiplies a tensor in bf16 by it: 1/3 by 0.0013 of it."""
+    torch.manual_seed(0)
+    options = DifferentialOptions(head_norm=head_norm, lambda_init=0.0, head_scale=1 / 3)
+    one, x = layer(options=options, backend=backend).bfloat16(), torch.randn(1, 200, 32).bfloat16()
+    with torch.no_grad():
+        one.o_proj.weight.copy_(torch.eye(32))
+        third = one(x)[0].double()
+        one.head_scale = 1.0
+        whole = one(x)[0].double()
+    assert (third.abs().sum() / whole.abs().sum() * 3 - 1).abs() < 3e-4  # the mean of 6,400 roundings
 
 
 def test_a_number_is_assigned():

@@ -1,5 +1,6 @@
 """What a run says beside its loss: compared with gradients, maps and hidden states of this test; it changes no weight."""
 
+import copy
 import dataclasses
 import gzip
 import json
@@ -89,6 +90,12 @@ def test_inside_is_what_maps_and_layers_show(attention_type, toy_recipe, toy_sha
         model.model.embed_tokens.weight[:, 0] = -8 * model.model.embed_tokens.weight.abs().max()
     row = validation_rows(toy_shards, 64, 1)
     found = activation_stats(model, row, toy_recipe.training, Mesh())
+    compiled = copy.deepcopy(model)
+    for layer in compiled.model.layers:
+        layer.compile(backend="eager")
+    with torch.no_grad():
+        compiled(row[:, 0])
+    assert activation_stats(compiled, row, toy_recipe.training, Mesh()) == found
     model.eval()
     entropies, logits, hidden = [], [], []
 

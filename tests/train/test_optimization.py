@@ -15,7 +15,8 @@ from difftransformer.data import Loader
 from difftransformer.errors import ConfigError
 from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig, build_model, read_metrics, train
 from difftransformer.train.optim import build_optimizer, learning_rate
-from difftransformer.train.parallel import Mesh
+from difftransformer.train.parallel import Mesh, mesh
+from difftransformer.train.parallel.processes import Processes
 from difftransformer.train.trainer import recompute_activations, validate
 from tests.families.test_families import source_model, upcycled
 from tests.support.cases import needs_kernels
@@ -287,9 +288,19 @@ def test_what_is_computed_again(how, again, toy_recipe, model_config):
 def test_layers_are_compiled_where_asked(tmp_path, train_toy, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
-    for asked in (False, True):
+    for asked, expected in ((False, 0), ("auto", 0), (True, 2)):
         train_toy(tmp_path / str(asked), steps=1, compile=asked)
-        assert compiled == ["DecoderLayer"] * 2 * asked
+        assert compiled == ["DecoderLayer"] * expected
+
+
+@pytest.mark.parametrize(("has_triton", "expected"), [(True, 2), (False, 0)])
+def test_layers_are_compiled_on_a_gpu(has_triton, expected, toy_recipe, model_config, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
+    monkeypatch.setattr(mesh, "find_spec", lambda name: name if has_triton else None)
+    model = build_model(model_config(), seed=0)
+    mesh.Mesh(Processes(device="cuda")).place(model, toy_recipe.training)
+    assert compiled == ["DecoderLayer"] * expected
 
 
 def test_the_returned_model_has_logits_beside_its_loss(tmp_path, train_toy):

@@ -6,8 +6,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..ops.problem import LOW_PRECISION
-
 Number = float | tuple[int, ...]
 
 
@@ -32,10 +30,11 @@ class Constants(nn.Module):
                 known[name] = number
             self.register_buffer(name, None if number is None else _exact(number, like), persistent=False)
 
-    def constant(self, name: str) -> Tensor:
-        """Return the buffer, with its exact value also where FSDP1 has cast it in place."""
+    def constant(self, name: str, like: Tensor) -> Tensor:
+        """Return the buffer, or its number if FSDP1 has cast it in place, or for float64 where the buffer is not."""
         buffer: Tensor = getattr(self, name)
-        return self._restored(name, buffer) if buffer.dtype in LOW_PRECISION else buffer
+        is_exact = buffer.dtype == torch.float64 or (buffer.dtype == torch.float32 and like.dtype != torch.float64)
+        return buffer if is_exact else _exact(self._numbers[name], like)
 
     def _restored(self, name: str, buffer: Tensor) -> Tensor:
         return _exact(self._numbers[name], buffer)

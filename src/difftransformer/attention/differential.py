@@ -313,16 +313,18 @@ class Differential(NormedAttention):
         if form == "token":
             return None
         if form == "constant":
-            return self.constant("lambda_value")
+            return self.constant("lambda_value", self.q_proj.weight)
         if form == "scalar":
             offset = self.lambda_offset
-            return (offset.float() if offset.dtype in LOW_PRECISION else offset).sum() + self.constant("lambda_value")
+            return (offset.float() if offset.dtype in LOW_PRECISION else offset).sum() + self.constant(
+                "lambda_value", offset
+            )
         # As few calls as possible: they count in a decoding step of a small model.
         q1, k1, q2, k2 = self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
         if q1.dtype in LOW_PRECISION:
             q1, k1, q2, k2 = q1.float(), k1.float(), q2.float(), k2.float()
         # Not q1.dot(k1), whose last bit depends on the memory addresses of the vectors.
-        return (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.constant("lambda_value")
+        return (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.constant("lambda_value", q1)
 
     def head_lam(self, hidden: Tensor) -> Tensor:
         """Return lam(), or (B, H, T) where it is by token."""

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..ops.attention import attend
-from ..ops.norms import rms_norm
-from ..ops.problem import Norm, Restrictions
+from ..ops.norms import rms_norm, with_plain_factor
+from ..ops.problem import LOW_PRECISION, Norm, Restrictions
 from .base import Attention, RMSNorm
 from .constants import Constants
 
@@ -62,18 +62,23 @@ class NormedAttention(Constants, Attention):
         if self.head_norm is None:
             return super().attend(query, key, value, lam, restrictions)
         tensors = (query, key, value, lam)
-        return self.head_norm(attend, *tensors, restrictions=restrictions, factor=self._factor(), backend=self.backend)
+        return self.head_norm(
+            attend, *tensors, restrictions=restrictions, factor=self._factor(value), backend=self.backend
+        )
 
     def finish(self, heads: Tensor) -> Tensor:
         """Normalise and scale each head, from and to (B, H, T, E)."""
         if self.head_norm is not None:
-            return self.head_norm(_normed, heads, factor=self._factor())
-        return heads if self.head_scale is None else heads * self._factor()
+            return self.head_norm(_normed, heads, factor=self._factor(heads))
+        if self.head_scale is None:
+            return heads
+        wide = heads.float() if heads.dtype in LOW_PRECISION else heads
+        return (wide * self._factor(heads)).to(heads.dtype)
 
-    def _factor(self) -> Tensor | float:
-        return 1.0 if self.head_scale is None else self.constant("head_scale")
+    def _factor(self, like: Tensor) -> Tensor | float:
+        return 1.0 if self.head_scale is None else self.constant("head_scale", like)
 
 
 def _normed(heads: Tensor, *, norm: Norm) -> Tensor:
-    weight, eps, factor = norm
+    weight, eps, factor = with_plain_factor(norm, heads.shape[-1])
     return rms_norm(heads, weight, eps) * factor

@@ -216,7 +216,7 @@ class AcceleratedDiffLlamaAttention(Constants, DiffLlamaAttention):
             self._lam(query.dtype),
             None,
             eps=torch.finfo(query.dtype).eps if norm.eps is None else norm.eps,
-            factor=self.constant("head_scale"),
+            factor=self.constant("head_scale", query),
             attn_mask=mask,
             is_causal=is_causal,
             scale=self.scaling,
@@ -246,7 +246,7 @@ class AcceleratedDiffLlamaAttention(Constants, DiffLlamaAttention):
         first, second = (
             torch.exp(torch.sum(q * k, dim=-1, dtype=torch.float32)).to(wide) for q, k in ((q1, k1), (q2, k2))
         )
-        return first - second + self.constant("lambda_value")
+        return first - second + self.constant("lambda_value", first)
 
 
 def _by_pairs(x_BTXD: Tensor) -> Tensor:

@@ -20,9 +20,8 @@ from ..errors import ConfigError, ShapeError
 from .backends import select_backend
 from .isolation import isolated
 from .logits import largest_logits
-from .norms import rms_norm
+from .norms import rms_norm, with_plain_factor
 from .problem import (
-    LOW_PRECISION,
     Call,
     Norm,
     Problem,
@@ -289,6 +288,7 @@ def attend(
     scale = _check(tensors, restrictions, 1 if lam is None else 2, scale)
     if norm is not None:
         _check_norm(norm, value)
+        norm = with_plain_factor(norm, value.shape[-1])
     call = Call(query, key, value, None if lam is None else _lam_BHT(lam, query), restrictions, scale, norm)
     chosen = select_backend(Problem.of(call), backend, query.device)
     observer = _observer()
@@ -297,8 +297,6 @@ def attend(
             observer(call.maps(), restrictions, scale)
     # The caller chooses the dtypes: autocast acts on the layers above, not in here.
     with without_autocast(query.device.type):
-        if norm is not None and chosen.norms and isinstance(norm[2], Tensor):
-            call = call._replace(norm=_without_factor(norm, value.shape[-1]))
         heads_BHTE = isolated(chosen.run, call) if chosen.multiplies_all else chosen.run(call)
         if norm is None or chosen.norms:
             return heads_BHTE
@@ -341,15 +339,6 @@ def _lam_BHT(lam: Tensor | float, query: Tensor) -> Tensor:
         f"lam: shape {tuple(shape)}; it must be a scalar, (H,) = ({heads},) or "
         f"(B, H, T) = ({batch}, {heads}, {queries}): reshape it"
     )
-
-
-def _without_factor(norm: Norm, width: int) -> Norm:
-    """Multiply the factor into the weight, in fp32 or float64: operators take it as a number, which graphs would hold."""
-    weight, eps, factor = norm
-    assert isinstance(factor, Tensor)
-    if weight is None:
-        return factor.expand(width), eps, 1.0
-    return (weight.float() if weight.dtype in LOW_PRECISION else weight) * factor, eps, 1.0
 
 
 def _refuse_none(lam: Tensor | float | None) -> None:

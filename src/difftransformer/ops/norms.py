@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from .problem import LOW_PRECISION
+from .problem import LOW_PRECISION, Norm
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -23,3 +23,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
     wide = F.rms_norm(x.float(), x.shape[-1:], None if weight is None else weight.float(), eps)
     return wide.to(x.dtype)
+
+
+def with_plain_factor(norm: Norm, width: int) -> Norm:
+    """Return a norm whose factor is a float: one that is a tensor is multiplied into the weight, in fp32 or float64.
+
+    Operators take the factor as a number, which compiled graphs would hold.
+    """
+    weight, eps, factor = norm
+    if not isinstance(factor, Tensor):
+        return norm
+    if weight is None:
+        return factor.expand(width), eps, 1.0
+    return (weight.float() if weight.dtype in LOW_PRECISION else weight) * factor, eps, 1.0

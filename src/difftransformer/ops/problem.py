@@ -79,7 +79,7 @@ SCHEMA = (
 
 
 Norm = tuple[Tensor | None, float, float | Tensor]
-"""Weight or None, eps and factor of a norm of each head's output. Backends that normalise get the factor as a float."""
+"""Weight or None, eps and factor of a norm of each head's output. Backends get the factor as a float."""
 
 
 class Call(NamedTuple):

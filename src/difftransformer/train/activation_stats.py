@@ -88,7 +88,8 @@ def activation_stats(
     ids, targets, positions = row.to(device).unbind(1)
     inputs = mesh.inputs(ids, targets, positions if config.pack_documents else None)
     model.eval()
-    with ExitStack() as hooks, observe_inputs(observe):
+    # A compiled layer would not see the observer.
+    with ExitStack() as hooks, observe_inputs(observe), torch.compiler.set_stance("force_eager"):
         for place, (attention, block) in enumerate(zip(layers, blocks, strict=True)):
             hooks.callback(attention.register_forward_pre_hook(lambda *words, at=place: enter(at, *words)).remove)
             hooks.callback(block.register_forward_hook(lambda *words, at=place: leave(at, *words)).remove)

@@ -256,7 +256,8 @@ class TrainingConfig:
             number that suits the device.
         gradient_checkpointing: Whether to recompute activations in the backward pass, which saves memory and takes time. True
             keeps the input of each layer alone; "selective" also keeps the results of attention and of matrix products.
-        compile: Whether to compile every layer with torch.compile.
+        compile: Whether to compile every layer with torch.compile, all as one graph; "auto" does so on CUDA. Results differ by
+            rounding.
     """
 
     steps: int
@@ -284,7 +285,7 @@ class TrainingConfig:
     z_loss: float = 0.0
     loss_chunk_tokens: int | None = None
     gradient_checkpointing: Literal[False, True, "selective"] = False
-    compile: bool = False
+    compile: Literal[False, True, "auto"] = field(default="auto", metadata=ASIDE)
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_tokens", "accumulation", "validate_every", "validation_windows")

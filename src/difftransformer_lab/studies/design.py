@@ -573,6 +573,7 @@ def kind(recipe: Recipe) -> str:
 
 def _document(recipe: Recipe) -> dict[str, Any]:
     document: dict[str, Any] = plain(recipe, without=[ASIDE])
+    document["training"]["compile"] = False  # of which it was a part at first
     document["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
     return document
 

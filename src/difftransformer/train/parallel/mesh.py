@@ -6,6 +6,7 @@ and in fp32 on every process; one sum after the backward pass completes their gr
 """
 
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -127,7 +128,8 @@ class Mesh:
     def place(self, model: DiffTransformerForCausalLM, training: TrainingConfig) -> DiffTransformerForCausalLM:
         """Divide a whole model, whose matrices may be on the meta device: each process keeps its part of the weights."""
         layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-        if training.compile:
+        has_compiler = self.processes.device == "cuda" and find_spec("triton") is not None
+        if training.compile is True or (training.compile == "auto" and has_compiler):
             for layer in layers:
                 layer.compile()
         self._meet()
