@@ -458,13 +458,13 @@ class TestOutputs:
 
     @pytest.mark.parametrize("implementation", ["difftransformer", "sdpa"])
     def test_maps_do_not_depend_on_the_implementation(self, implementation):
-        model, ids = tiny(implementation=implementation), tokens(2, 9)
+        model, ids = tiny(implementation=implementation).double(), tokens(2, 9)
         with torch.no_grad():
             found, plain = model(ids, output_attentions=True), model(ids)
             model.set_attn_implementation("eager")
             expected = model(ids, output_attentions=True)
         assert all(torch.equal(*maps) for maps in zip(found.attentions, expected.attentions, strict=True))
-        torch.testing.assert_close(found.logits, plain.logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.logits, plain.logits, atol=1e-12, rtol=1e-12)
 
 
 class TestImplementations:
