@@ -71,7 +71,7 @@ class NeedleTask(Task):
 
     def __init__(self, options: Options, context: TaskContext) -> None:
         self.options, self.tokenizer, self.data_name = options, context.tokenizer, options.text
-        self.choices = _choices(options)
+        self.choices = _choices(options, context.tokenizer.begin_of_text_token)
         self.requests: list[Continuation] = []
         # For each needle that is asked for its place, its document and its number; documents are shared, or most of them.
         self._trials: list[tuple[dict[str, Any], str, str]] = []
@@ -155,7 +155,7 @@ class NeedleTask(Task):
         return Scores(measurements=rows, items=items)
 
 
-def _choices(options: Options) -> list[str]:
+def _choices(options: Options, begin: str) -> list[str]:
     nll = (
         f"The {ANSWER_NLL} is the sum over its tokens, the space before the number included, each given the prompt and the "
         "right tokens before it."
@@ -169,6 +169,11 @@ def _choices(options: Options) -> list[str]:
         "The first needle asked for stands at the depth of its cell, the others at random places.",
         "Each needle asked for is one trial. A base model's continuation must start with all its digits; a chat model's "
         "answer must contain them.",
+        *(
+            []
+            if options.prompt == "chat"
+            else [f"Each prompt begins with {begin!r}, whatever the tokenizer itself does."]
+        ),
         "Lengths include the question and room for the answer.",
         *([] if options.prompt == "chat" else [nll]),
     ]
