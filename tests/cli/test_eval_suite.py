@@ -250,3 +250,22 @@ def test_each_set_of_options_keeps_its_result(models, preset, tmp_path, capsys):
     options = {path.stem: read_result(path, TaskResult).options for path in folder.glob("*.json")}
     assert sorted((one["windows"], one["position_buckets"]) for one in options.values()) == [(2, 0), (2, 2), (3, 0)]
     assert all((folder / f"{stem}.svg").exists() and (folder / f"{stem}.answers.jsonl").exists() for stem in options)
+
+
+def test_default_lengths_fit_and_one_line_says_that_nothing_ran(models, preset, tmp_path, fails):
+    words = ["eval", "needle", *models, "--text", str(preset.parent / "text.txt"), "--documents", "1", "--digits", "2"]
+    assert main([*words, "--out", str(tmp_path / "fits")]) == 0
+    result = read_result(tmp_path / "fits" / "models" / "0-diff" / "needle.json", TaskResult)
+    assert {row.at["length_tokens"] for row in result.measurements if "depth" in row.at} == {256}
+    said = fails(*words, "--lengths", "[1024]", "--out", tmp_path / "none")
+    assert "needle: no task could be run; needle on" in said
+    assert "the model's context has 256" in said
+
+
+def test_a_suite_bounds_the_rows_of_longer_models(models, preset, tmp_path):
+    options = {"text": str(preset.parent / "text.txt"), "windows": 2}
+    document = {"name": "short", "context_tokens": 48, "tasks": [{"task": "perplexity", "options": options}]}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(document))
+    assert main(["eval", str(tmp_path / "short.yaml"), models[0], "--out", str(tmp_path / "out")]) == 0
+    result = read_result(tmp_path / "out" / "models" / "0-diff" / "perplexity.json", TaskResult)
+    assert max(row.at["position"] for row in result.measurements if "position" in row.at) == 48

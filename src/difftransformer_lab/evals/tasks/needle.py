@@ -38,6 +38,7 @@ _CHAT_INSTRUCTION = (
 )
 _CHAT_ANSWER_TOKENS = 32
 ANSWER_NLL = "nll of the answer"
+DEFAULT_LENGTHS = (1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +46,21 @@ class Options(NeedleOptions):
     """Multi-needle retrieval on any model.
 
     Attributes:
-        lengths: Prompt lengths in tokens, question and answer included; an empty list means the model's context.
+        lengths: Prompt lengths in tokens, question and answer included; an empty list means the model's context. By default
+            those of 1024, 2048, 4096 and 8192 that fit into it, or else the context.
         needles: [needles in the context, needles asked for] pairs; the paper has [1,1], [2,2], [4,2], [6,2] and [8,1].
         cities: Cities to name: all, those that training documents name (seen), the others (unseen), or both kinds apart.
         prompt: base ends with the beginning of the needle's own sentence; chat asks a question in the chat template.
     """
 
-    lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
+    lengths: list[int] | None = None
     needles: list[list[int]] = field(default_factory=lambda: [[1, 1]])
     cities: Literal["all", "seen", "unseen", "apart"] = "all"
     prompt: Literal["base", "chat"] = "base"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(length < 1 for length in self.lengths):
+        if any(length < 1 for length in self.lengths or ()):
             raise refused(self, "lengths", "give lengths of at least 1 token")
         if not self.needles or any(len(pair) != 2 for pair in self.needles):
             raise refused(self, "needles", "give [needles, asked] pairs, such as [[1,1],[4,2]]")
@@ -79,7 +81,8 @@ class NeedleTask(Task):
         tokens = _CHAT_ANSWER_TOKENS if self._frame else answer_tokens(options.digits) - 1
         haystack = token_stream(context, options.text, enough=HAYSTACK_TOKENS)
         kinds: tuple[Kind, ...] = ("seen", "unseen") if options.cities == "apart" else (options.cities,)
-        lengths = options.lengths or [context.context_tokens]
+        usual = [length for length in DEFAULT_LENGTHS if options.lengths is None and length <= context.prompt_tokens]
+        lengths = options.lengths or usual or [context.context_tokens]
         for (needles, asked), length, depth, kind in product(options.needles, lengths, options.depths, kinds):
             questions = self._questions(context, haystack, needles, asked, length, depth, kind)
             own = [] if options.paired else [kind, f"{length} tokens", f"depth {depth:g}"]
