@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,8 +222,50 @@ def test_one_task_writes_results_answers_and_a_picture(models, preset, tmp_path,
     assert len((tmp_path / "one" / "needle.answers.jsonl").read_text().splitlines()) == 11
     ElementTree.parse(tmp_path / "one" / "needle.svg")
     assert (tmp_path / "one" / "needle.png").read_bytes()[:4] == b"\x89PNG"
-    # Another seed asks other questions: the answers that are there are not taken for theirs.
-    assert "choose another --out, or delete the file" in fails(*words, "--out", tmp_path / "one", "--seed", "1")
+    # The answers of another model are not taken for this one's.
+    assert "choose another --out, or delete the file" in fails(*words, "--out", tmp_path / "one", "--dtype", "bf16")
     words = ["eval", "needle", models[0], "--text", text, "--lengths", "[1024]", "--out", tmp_path / "two"]
     assert "the model's context has 256" in fails(*words)
     assert json.loads((tmp_path / "one" / "needle.json").read_text())["kind"] == "task"
+
+
+def test_each_set_of_options_keeps_its_result(models, preset, tmp_path, capsys):
+    """Options that ask other questions, and options that score the same answers otherwise, beside the first ones."""
+    text, folder = str(preset.parent / "text.txt"), tmp_path / "one"
+    words = ["eval", "perplexity", models[0], "--text", text, "--window", "64", "--out", str(folder)]
+
+    def results(*more):
+        assert main([*words, *more]) == 0
+        named = Path(capsys.readouterr().out.split("Results: ")[1].splitlines()[0]).name
+        return {path.name: read_result(path, TaskResult).created for path in folder.glob("*.json")}, named
+
+    first, plain = results("--windows", "2")
+    assert list(first) == [plain] == ["perplexity.json"]
+    second, other = results("--windows", "3")
+    buckets, third = results("--windows", "2", "--position-buckets", "2")
+    assert len(buckets) == 3 == len({plain, other, third})
+    assert second.items() <= buckets.items()
+    again = {name: results("--windows", windows)[1] for name, windows in ((plain, "2"), (other, "3"))}
+    assert again == {plain: plain, other: other}
+    options = {path.stem: read_result(path, TaskResult).options for path in folder.glob("*.json")}
+    assert sorted((one["windows"], one["position_buckets"]) for one in options.values()) == [(2, 0), (2, 2), (3, 0)]
+    assert all((folder / f"{stem}.svg").exists() and (folder / f"{stem}.answers.jsonl").exists() for stem in options)
+
+
+def test_default_lengths_fit_and_one_line_says_that_nothing_ran(models, preset, tmp_path, fails):
+    words = ["eval", "needle", *models, "--text", str(preset.parent / "text.txt"), "--documents", "1", "--digits", "2"]
+    assert main([*words, "--out", str(tmp_path / "fits")]) == 0
+    result = read_result(tmp_path / "fits" / "models" / "0-diff" / "needle.json", TaskResult)
+    assert {row.at["length_tokens"] for row in result.measurements if "depth" in row.at} == {256}
+    said = fails(*words, "--lengths", "[1024]", "--out", tmp_path / "none")
+    assert "needle: no task could be run; needle on" in said
+    assert "the model's context has 256" in said
+
+
+def test_a_suite_bounds_the_rows_of_longer_models(models, preset, tmp_path):
+    options = {"text": str(preset.parent / "text.txt"), "windows": 2}
+    document = {"name": "short", "context_tokens": 48, "tasks": [{"task": "perplexity", "options": options}]}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(document))
+    assert main(["eval", str(tmp_path / "short.yaml"), models[0], "--out", str(tmp_path / "out")]) == 0
+    result = read_result(tmp_path / "out" / "models" / "0-diff" / "perplexity.json", TaskResult)
+    assert max(row.at["position"] for row in result.measurements if "position" in row.at) == 48

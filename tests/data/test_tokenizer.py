@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from difftransformer.data import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
@@ -181,3 +182,57 @@ def test_a_tokenizer_without_bytes_says_so():
     tokenizer = Tokenizer(backend, end_of_text="</s>", pad="</s>")
     with pytest.raises(DataError, match=r"WordLevel.*neither byte-level nor has byte fallback"):
         tokenizer.token_byte_lengths()
+
+
+def of_bytes(normalizer=None):
+    """The byte tokenizer behind a normaliser."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend.normalizer = normalizer
+    return Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.backend.to_str()))
+
+
+def of_words():
+    words = tokenizers.Tokenizer(
+        models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "<|endoftext|>": 3}, unk_token="[UNK]")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(words, pad="<|endoftext|>")
+
+
+def of_pieces():
+    """As SentencePiece in Llama: a space before the text that is not of the text, and bytes for what has no piece."""
+    vocabulary = {"</s>": 0, "▁a": 1, "b": 2, "▁": 3} | {f"<0x{value:02X}>": 4 + value for value in range(256)}
+    pieces = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    pieces.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(pieces, end_of_text="</s>", pad="</s>")
+
+
+DECOMPOSED = "\u1112\u1161\u11ab\u1100\u1173\u11af"  # two syllables in six letters of 3 bytes, composed in 6 bytes
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "sizes", "is_whole"),
+    [
+        (of_bytes(), "aé\n", [1, 1, 1, 1, 0], True),
+        (of_bytes(normalizers.NFC()), "aé\n", [1, 1, 1, 1, 0], True),
+        (of_bytes(normalizers.NFC()), DECOMPOSED, [0, 0, 9, 0, 0, 9, 0], False),
+        (of_bytes(normalizers.NFKC()), "\ufb01x", [0, 3, 1, 0], False),
+        (of_bytes(normalizers.Lowercase()), "ABc", [1, 1, 1, 0], False),
+        (of_bytes(normalizers.StripAccents()), "e\u0301o", [3, 1, 0], False),
+        (of_bytes(normalizers.Strip()), "  a b \n", [3, 1, 3, 0], False),
+        (of_bytes(normalizers.Strip()), " \n ", [3], False),
+        (of_words(), "one  four two\n", [5, 5, 4, 0], False),
+        (of_pieces(), "ab aé", None, True),
+        (of_bytes(), "", [0], True),
+    ],
+)
+def test_the_bytes_of_a_text_are_those_that_were_given(tokenizer, text, sizes, is_whole):
+    ids, found, whole = tokenizer.encode_sized(text)
+    assert ids == tokenizer.encode(text)
+    assert len(found) == len(ids) + 1
+    assert sum(found) == len(text.encode())
+    assert sizes is None or found == sizes
+    assert whole == is_whole

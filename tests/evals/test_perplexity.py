@@ -1,16 +1,20 @@
 """Validation loss: uniform model, parts, and the sum written out."""
 
+import json
 import math
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import normalizers
 
-from difftransformer.data import byte_tokenizer
+from difftransformer.data import Tokenizer, byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
 from difftransformer_lab.evals import TaskContext, run_task
+from difftransformer_lab.evals.engine import task_sha256
 from difftransformer_lab.evals.tasks.perplexity import Options, PerplexityTask
 from difftransformer_lab.results import Measurement
 from tests.support.fakes import TensorModel
@@ -142,3 +146,51 @@ def test_sliding_windows_score_each_token_once(text):
     assert curve == {position: pytest.approx(np.mean(range(1, position + 1))) for position in curve}
     with pytest.raises(ConfigError, match="above the window"):
         PerplexityTask(Options(text=text, window=8, stride=9), model)
+
+
+DECOMPOSED = "\u1112\u1161\u11ab\u1100\u1173\u11af"  # 18 bytes; composed they are 6
+
+
+@pytest.fixture
+def two_texts(tmp_path):
+    """Documents of 18 and of 3 bytes, which are 6 and 3 tokens behind a tokenizer that composes."""
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in (DECOMPOSED, "abc")))
+    return str(tmp_path / "text.jsonl")
+
+
+def composing(**begins):
+    backend = tokenizers.Tokenizer.from_str(byte_tokenizer().backend.to_str())
+    backend.normalizer = normalizers.NFC()
+    return Tokenizer(backend, **begins)
+
+
+def test_bits_a_byte_count_the_bytes_that_were_given(uniform, two_texts, caplog):
+    """The first token is context alone; it has none of the bytes of its syllable, whose last token has all."""
+    context = TaskContext(tokenizer=composing(), context_tokens=100)
+    task = PerplexityTask(Options(text=two_texts, window=10, windows=1), context)
+    (bits,) = figures(run_task(uniform, task), "bits per byte")
+    assert bits.value == pytest.approx(8 * math.log2(400) / 21, rel=1e-12)
+    assert any("1 of 2 documents cannot be restored" in choice for choice in task.choices)
+    assert "bits a byte: The tokenizer loses text" in caplog.text
+    plain = PerplexityTask(
+        Options(text=two_texts, window=10, windows=1), TaskContext(tokenizer=byte_tokenizer(), context_tokens=100)
+    )
+    (bits,) = figures(run_task(uniform, plain), "bits per byte")
+    assert bits.value == pytest.approx(math.log2(400), rel=1e-12)
+    assert not any("restored" in choice for choice in plain.choices)
+    assert task_sha256(task) != task_sha256(plain)
+
+
+@pytest.mark.parametrize(
+    ("begins", "asked", "is_begun"),
+    [(True, None, True), (False, None, False), (True, False, False), (False, True, True)],
+)
+def test_a_window_begins_as_the_tokenizer_begins_a_text(two_texts, begins, asked, is_begun):
+    """The targets are the same, and every window of a stride begins so; the result says which."""
+    where = TaskContext(tokenizer=composing(begin_of_text="<|pad|>", begins_texts=begins), context_tokens=100)
+    plain = PerplexityTask(Options(text=two_texts, window=4, stride=2, add_bos_token=False), where)
+    task = PerplexityTask(Options(text=two_texts, window=4, stride=2, add_bos_token=asked), where)
+    assert [request.ids[1:] for request in task.requests] == [request.ids[1:] for request in plain.requests]
+    assert all((request.ids[0] == 257) == is_begun for request in task.requests)
+    begun = "Each window begins with '<|pad|>'" if is_begun else "No window begins with '<|pad|>'"
+    assert any(choice.startswith(begun) for choice in task.choices)

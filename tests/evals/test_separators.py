@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data import byte_tokenizer
@@ -32,12 +33,14 @@ BEGIN, END = 258, 259  # of `<s>` and `</s>`, after the bytes and the byte token
 def saved(tmp_path):
     """Save a model whose tokenizer names these tokens, as published models do."""
 
-    def save(**named):
+    def save(begins=False, **named):
         torch.manual_seed(2)
         sizes = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         DiffTransformerForCausalLM(DiffTransformerConfig(**sizes)).save_pretrained(tmp_path / "model")
         tokenizer = byte_tokenizer()
         tokenizer.backend.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])
+        if begins:
+            tokenizer.backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
         tokenizer.save(tmp_path / "model")
         path = tmp_path / "model" / "tokenizer_config.json"
         settings = {key: value for key, value in json.loads(path.read_text()).items() if not key.endswith("_token")}
@@ -66,6 +69,25 @@ def test_the_end_of_text_separates_and_the_begin_of_text_begins(named, separator
     before, after = chat_frame(tokenizer)
     assert before == [first if "bos_token" in named else separator]
     assert after == [separator]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_windows_begin_as_the_tokenizer_begins_a_text(begins, saved, tmp_path):
+    model = saved(begins, bos_token="<s>", eos_token="</s>")
+    with open_language_model(model) as opened:
+        assert opened.language_model.tokenizer.begins_texts == begins
+    text = write_documents(tmp_path / "text.jsonl", "One text of one document.")
+    words = ["--text", text, "--window", "8", "--windows", "2", "--out", str(tmp_path / "out")]
+    assert main(["eval", "perplexity", model, *words]) == 0
+    result = read_result(tmp_path / "out" / "perplexity.json", TaskResult)
+    assert any(
+        choice.startswith("Each window begins with '<s>'") == begins for choice in result.choices if "<s>" in choice
+    )
+    network, ids = DiffTransformerForCausalLM.from_pretrained(model), list(b"One text of one document.")
+    rows = torch.tensor([[BEGIN if begins else ids[start], *ids[start + 1 : start + 9]] for start in (0, 8)])
+    with torch.no_grad():
+        losses = F.cross_entropy(network(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
+    assert next(row.value for row in result.measurements if row.name == "nll") == pytest.approx(losses.item(), rel=1e-5)
 
 
 def test_a_tokenizer_without_either_is_refused(saved):

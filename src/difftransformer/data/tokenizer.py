@@ -41,6 +41,7 @@ class Tokenizer:
         begin_of_text: Token that begins a prompt; `end_of_text` by default.
         pad: Token for padding; the same as `end_of_text` for a tokenizer without one.
         chat_template: Jinja template of a chat model, which is saved with the tokenizer.
+        begins_texts: Whether the tokenizer, used as it is, begins each text with `begin_of_text`; `encode` never does.
 
     Raises:
         DataError: A token is not in the vocabulary.
@@ -54,12 +55,13 @@ class Tokenizer:
         begin_of_text: str | None = None,
         pad: str = PAD,
         chat_template: str | None = None,
+        begins_texts: bool = False,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
         self.backend = backend
-        self.chat_template = chat_template
+        self.chat_template, self.begins_texts = chat_template, begins_texts
         self.end_of_text_token = end_of_text
         self.begin_of_text_token = begin_of_text or end_of_text
         self.pad_token = pad
@@ -84,6 +86,29 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding or recognising special tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_sized(self, text: str) -> tuple[list[int], list[int], bool]:
+        """Encode a text, and count the bytes of the given text for which each token stands.
+
+        These are not always the token's own bytes: a normaliser may compose, lower or drop characters. What it drops counts
+        with the token before it, or with the first one, and with the end of text where there is no token.
+
+        Returns:
+            The ids; the bytes of each of them and of the end of text, which add up to those of the text; and whether the text
+            can be restored from the ids.
+        """
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        try:
+            spelt = [self.token_bytes[index] for index in encoding.ids]
+        except DataError:  # tokens without bytes of their own
+            spelt = []
+        if b"".join(spelt) == text.encode():
+            return encoding.ids, [*map(len, spelt), 0], True
+        # Where each begins: where it ends is not told, since a composed character ends with the first of its parts.
+        starts = [0, *(start for start, _ in encoding.offsets[1:])] if encoding.ids else []
+        places = np.maximum.accumulate([*starts, len(text), len(text)] if starts else [0, len(text)])
+        reached = np.cumsum([0, *(len(character.encode()) for character in text)])[places]
+        return encoding.ids, np.diff(reached).tolist(), self.decode(encoding.ids) == text
 
     def encode_special(self, text: str) -> list[int]:
         """Encode the text of a chat template, in which the names of special tokens stand for these tokens."""
@@ -116,6 +141,11 @@ class Tokenizer:
     def is_of_ids(self) -> bool:
         """Whether the tokens are numbers (see `id_tokenizer`), as which every word of a text would be 0."""
         return bool(self._settings["model"].get("unk_token") == "0")
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether a normaliser changes texts before they are divided into tokens."""
+        return self.backend.normalizer is not None
 
     @property
     def special_tokens(self) -> list[str]:

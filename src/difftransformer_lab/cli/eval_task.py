@@ -82,7 +82,7 @@ def run(
         from ..evals.opening import open_language_model
         from ..studies.recipe import TaskSpec
         from ..studies.suite import Suite, load_suite, run_suite
-        from ..studies.tasks import evaluate_task
+        from ..studies.tasks import evaluate_task, kept_apart
 
         opening = partial(
             open_language_model,
@@ -102,8 +102,9 @@ def run(
             if options is not None and len(models) == 1:
                 folder = Path(out) if out else Path("evals", Path(models[0]).resolve().name)
                 with opening(models[0]) as opened, crew.locked(folder), evaluation_progress():
-                    result = evaluate_task(suite.tasks[0], opened, folder, processes=crew)
-                return _show_one(result, folder, verb) if crew.is_first else 0
+                    spec, task = kept_apart(suite.tasks[0], opened, folder, crew)
+                    result = evaluate_task(spec, opened, folder, task=task, title=name, processes=crew)
+                return _show_one(result, folder / spec.name, verb) if crew.is_first else 0
             folder = Path(out or f"reports/{suite.name}")
             with crew.locked(folder), evaluation_progress():
                 results, missing = run_suite(suite, models, folder, opening=opening, processes=crew)
@@ -112,7 +113,7 @@ def run(
     return run_together(evaluate, device, processes, check)
 
 
-def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
+def _show_one(result: "TaskResult", stem: Path, verb: str) -> int:
     from ..report.tasks import measurement_table, write_picture
     from ..report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
 
@@ -124,13 +125,13 @@ def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
     for gap in result.gaps:
         gaps(gap)
     try:
-        if (picture := write_picture([result], folder / f"{name}.svg")) is not None:
+        if (picture := write_picture([result], stem.parent / f"{stem.name}.svg")) is not None:
             show(f"Figure: {picture}")
     except OSError:  # such as a full disk
         raise
     except Exception as error:  # such as from undefined figures, which leave too little to draw
         gaps(f"the figure: {error!r}")
-    show(f"Results: {folder / f'{name}.json'}")
+    show(f"Results: {stem.parent / f'{stem.name}.json'}")
     return gaps.status
 
 

@@ -162,6 +162,16 @@ def run_task(
     return broadcast(lambda: _defined(task.score(task.judge([answers[index] for index in range(len(costs))]))))
 
 
+def answers_of(journal: Path) -> tuple[str, str] | None:
+    """Return the fingerprints of the model and of the requests that a file of answers belongs to, None if it says none."""
+    try:
+        first = next(read_rows(journal), None) if journal.exists() else None
+    except DamagedLine:  # which is said when the file is opened
+        return None
+    model, _, requests = str(first[0].get("answers_of", "")).rpartition(" ") if first else ("", "", "")
+    return (model, requests) if requests else None
+
+
 def _in_turns(
     model: LanguageModel, task: Task, answers: dict[int, Any], processes: "Processes | None"
 ) -> Iterator[tuple[int, Any]]:

@@ -93,4 +93,5 @@ def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
     if not getattr(theirs, "is_fast", False) or end is None:
         raise CheckpointError(f"{folder}: its tokenizer has no tokenizer.json, or no token that begins or ends a text")
     special = {"end_of_text": end, "begin_of_text": begin, "pad": theirs.pad_token or end}
-    return Tokenizer(theirs.backend_tokenizer, **special, chat_template=theirs.chat_template)
+    begins = theirs.bos_token is not None and theirs("a").input_ids[:1] == [theirs.bos_token_id]
+    return Tokenizer(theirs.backend_tokenizer, **special, chat_template=theirs.chat_template, begins_texts=begins)

@@ -248,11 +248,10 @@ def _suite_lead(
     groups = (*names_of("task", "measure"), *of_models)
     words = [f"{word} on {listed(tasks)}" for word, tasks in told.items()]
     answer = f"{names[0]}, compared with {names[-1]}: {'; '.join(words)}." if told else ""
-    note = (
-        f"Verdicts compare with {names[-1]} on the same items: 95 % intervals that leave out zero, after Holm's correction for "
-        "every comparison of this page. They say nothing of another training run."
-    )
-    table = Table("verdicts", "Every task", groups, rows, [note] if told else []) if rows else None
+    note = "Verdicts compare with {} on the same items: 95 % intervals that leave out zero, after Holm's correction for every "
+    note += "comparison of this page. They say nothing of another training run."
+    notes = [note.format(names[-1])] if told else []
+    table = Table("verdicts", "Every task", groups, rows, notes) if rows else None
     nothing = f"What {listed(names) if names else 'no model'} can do; nothing is compared."
     return Lead(answer=answer or nothing, table=table)
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from difftransformer.errors import ConfigError, DiffTransformerError
+from difftransformer.errors import ConfigError, DiffTransformerError, EvaluationError
 from difftransformer.train.parallel import ALONE, Processes
 from difftransformer.typed import build
 from difftransformer_lab.evals.opening import OpenedModel, open_language_model
@@ -25,12 +25,16 @@ class Suite:
 
     Attributes:
         tasks: The tasks, in the order of the report.
+        context_tokens: Most tokens of a row, where a model's context has more; None for the model's.
     """
 
     name: str
     tasks: list[TaskSpec]
+    context_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.context_tokens is not None and self.context_tokens < 1:
+            raise ConfigError(f"context_tokens={self.context_tokens}: give at least 1")
         if not self.tasks:
             raise ConfigError("tasks: give at least one")
         check_specs(self.tasks)
@@ -67,7 +71,7 @@ def run_suite(
         Results by task, in the order of the models; and task, model and reason of what was not run.
 
     Raises:
-        DiffTransformerError: No model can be opened.
+        DiffTransformerError: No model can be opened, or no task can be run on any.
     """
     results: dict[str, list[TaskResult]] = {task.name: [] for task in suite.tasks}
     missing: list[tuple[str, str, str]] = []
@@ -83,6 +87,8 @@ def run_suite(
         own = folder / "models" / f"{place}-{Path(model).name}"
         try:
             with opening(model) as opened:
+                asked = opened.language_model
+                asked.context_tokens = min(asked.context_tokens, suite.context_tokens or asked.context_tokens)
                 for spec in suite.tasks:
                     try:
                         title = f"{Path(model).name}: {spec.name}"
@@ -97,4 +103,7 @@ def run_suite(
             leave_out("every task", model, error)
     if len(failures) == len(models):
         raise failures[0]
+    if not any(results.values()):
+        name, model, reason = missing[0]
+        raise EvaluationError(f"{suite.name}: no task could be run; {name} on {model}: {reason}")
     return results, missing

@@ -12,8 +12,9 @@ from difftransformer.train.run_summary import RECIPE_FILE
 from difftransformer.typed import build
 from difftransformer_lab.evals.opening import OpenedModel
 
-from ..evals.engine import Task, run_task, task_sha256
+from ..evals.engine import Task, answers_of, run_task, task_sha256
 from ..evals.prompts.texts import TaskContext
+from ..evals.requests import plain_sha256, requests_sha256
 from ..evals.tasks import task_kind
 from ..results import DataIdentity, TaskResult, kept_result, write_result
 from .environment import command_line, environment, now
@@ -90,6 +91,27 @@ def evaluate_task(
     if processes.is_first:
         write_result(result, folder / f"{spec.name}.json")
     return result
+
+
+def kept_apart(spec: TaskSpec, model: OpenedModel, folder: Path, processes: Processes = ALONE) -> tuple[TaskSpec, Task]:
+    """Draw a task, and label it if the folder has the model's result or answers with other options under its name.
+
+    The label depends on the options and the questions, so the same command finds its own result again.
+    """
+    task = _drawn(spec, model, processes)
+
+    def label() -> str:
+        asked, options = requests_sha256(task.requests), dataclasses.asdict(spec.built())
+        path = folder / f"{spec.name}.json"
+        kept, answers = kept_result(path, TaskResult), answers_of(folder / f"{spec.name}.answers.jsonl")
+        is_other = answers is not None and answers[0] == model.identity.fingerprint and answers[1] != asked
+        if not is_other and (kept is None or stored_result(path, spec, task) or kept.options == options):
+            return spec.label
+        own = f"{spec.name}-{plain_sha256([options, asked]).partition(':')[2][:8]}"
+        logger.info("%s: %s has a result with other options; this one is %s.json", folder, spec.name, own)
+        return own
+
+    return dataclasses.replace(spec, label=processes.broadcast(label)), task
 
 
 def _drawn(spec: TaskSpec, model: OpenedModel, processes: Processes) -> Task:

@@ -9,13 +9,11 @@ import difflib
 import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 from difftransformer.data.records import errors_only, files_sha256
 from difftransformer.errors import ConfigError, DiffTransformerError, EvaluationError
@@ -112,7 +110,7 @@ class HarnessTask(Task):
         for module in ("lm_eval", "accelerate"):  # which lm-eval needs for a model of transformers
             if importlib.util.find_spec(module) is None:
                 raise EvaluationError(f"{module} is not installed; pip install 'difftransformer[eval]'")
-        with _quietly():
+        with errors_only("lm_eval"):  # without a log of the defaults that it fills in
             _task_index(options.names, options.include_path)
         release = importlib.metadata.version("lm_eval")
         self.data_name = f"lm-eval {release}"
@@ -139,7 +137,9 @@ class HarnessTask(Task):
         if getattr(model, "is_divided", False):
             raise EvaluationError("lm-eval cannot ask a model that processes divide; omit --divide-weights")
         for index, request in enumerate(requests):
-            yield index, run_harness(model.model, model.hf_tokenizer, request)
+            whole = replace(request, batch_size=1) if model.is_whole else request  # lm-eval pads the rows of a batch
+            with model.independently():
+                yield index, run_harness(model.model, model.hf_tokenizer, whole)
 
     def score(self, answers: Sequence[Any]) -> Scores:
         return Scores(
@@ -164,7 +164,7 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
     """
     import torch
 
-    with _quietly(), torch.inference_mode(), TemporaryDirectory() as folder:
+    with errors_only("lm_eval"), torch.inference_mode(), TemporaryDirectory() as folder:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
@@ -281,13 +281,6 @@ def _items(results: dict[str, Any], shots: int | None, length: int | None = None
                     name = ", ".join([f"{metric} {task}", *how])
                     rows.append({"name": name, "item": f"document {sample['doc_id']}", "score": float(score)})
     return rows
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence lm-eval's log of the defaults that it fills in, and its call of git in the working folder."""
-    with patch("lm_eval.evaluator.get_git_commit_hash", lambda: None), errors_only("lm_eval"):
-        yield
 
 
 register(TaskKind(name="harness", doc=__doc__, options=Options, make=HarnessTask))

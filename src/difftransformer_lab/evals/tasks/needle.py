@@ -38,6 +38,7 @@ _CHAT_INSTRUCTION = (
 )
 _CHAT_ANSWER_TOKENS = 32
 ANSWER_NLL = "nll of the answer"
+DEFAULT_LENGTHS = (1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +46,21 @@ class Options(NeedleOptions):
     """Multi-needle retrieval on any model.
 
     Attributes:
-        lengths: Prompt lengths in tokens, question and answer included; an empty list means the model's context.
+        lengths: Prompt lengths in tokens, question and answer included; an empty list means the model's context. By default
+            those of 1024, 2048, 4096 and 8192 that fit into it, or else the context.
         needles: [needles in the context, needles asked for] pairs; the paper has [1,1], [2,2], [4,2], [6,2] and [8,1].
         cities: Cities to name: all, those that training documents name (seen), the others (unseen), or both kinds apart.
         prompt: base ends with the beginning of the needle's own sentence; chat asks a question in the chat template.
     """
 
-    lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
+    lengths: list[int] | None = None
     needles: list[list[int]] = field(default_factory=lambda: [[1, 1]])
     cities: Literal["all", "seen", "unseen", "apart"] = "all"
     prompt: Literal["base", "chat"] = "base"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(length < 1 for length in self.lengths):
+        if any(length < 1 for length in self.lengths or ()):
             raise refused(self, "lengths", "give lengths of at least 1 token")
         if not self.needles or any(len(pair) != 2 for pair in self.needles):
             raise refused(self, "needles", "give [needles, asked] pairs, such as [[1,1],[4,2]]")
@@ -71,7 +73,7 @@ class NeedleTask(Task):
 
     def __init__(self, options: Options, context: TaskContext) -> None:
         self.options, self.tokenizer, self.data_name = options, context.tokenizer, options.text
-        self.choices = _choices(options)
+        self.choices = _choices(options, context.tokenizer.begin_of_text_token)
         self.requests: list[Continuation] = []
         # For each needle that is asked for its place, its document and its number; documents are shared, or most of them.
         self._trials: list[tuple[dict[str, Any], str, str]] = []
@@ -79,7 +81,8 @@ class NeedleTask(Task):
         tokens = _CHAT_ANSWER_TOKENS if self._frame else answer_tokens(options.digits) - 1
         haystack = token_stream(context, options.text, enough=HAYSTACK_TOKENS)
         kinds: tuple[Kind, ...] = ("seen", "unseen") if options.cities == "apart" else (options.cities,)
-        lengths = options.lengths or [context.context_tokens]
+        usual = [length for length in DEFAULT_LENGTHS if options.lengths is None and length <= context.prompt_tokens]
+        lengths = options.lengths or usual or [context.context_tokens]
         for (needles, asked), length, depth, kind in product(options.needles, lengths, options.depths, kinds):
             questions = self._questions(context, haystack, needles, asked, length, depth, kind)
             own = [] if options.paired else [kind, f"{length} tokens", f"depth {depth:g}"]
@@ -155,7 +158,7 @@ class NeedleTask(Task):
         return Scores(measurements=rows, items=items)
 
 
-def _choices(options: Options) -> list[str]:
+def _choices(options: Options, begin: str) -> list[str]:
     nll = (
         f"The {ANSWER_NLL} is the sum over its tokens, the space before the number included, each given the prompt and the "
         "right tokens before it."
@@ -169,6 +172,11 @@ def _choices(options: Options) -> list[str]:
         "The first needle asked for stands at the depth of its cell, the others at random places.",
         "Each needle asked for is one trial. A base model's continuation must start with all its digits; a chat model's "
         "answer must contain them.",
+        *(
+            []
+            if options.prompt == "chat"
+            else [f"Each prompt begins with {begin!r}, whatever the tokenizer itself does."]
+        ),
         "Lengths include the question and room for the answer.",
         *([] if options.prompt == "chat" else [nll]),
     ]

@@ -20,7 +20,7 @@ from ...plots.style import legend_above, line_style, note, panels
 from ...results import Measurement, TaskResult
 from ..engine import Scores
 from ..probes import BINS, Magnitudes, ProbeTask
-from ..prompts.texts import TaskContext, token_stream
+from ..prompts.texts import TaskContext, token_stream, window_start
 from ..registry import TaskKind, at_least, register
 from ..scores import details, single
 
@@ -51,6 +51,8 @@ class Options:
         window: Tokens of a row; the model's context by default, at most 2048.
         largest: Number of largest values to report.
         seed: Seed of the places of the rows.
+        add_bos_token: Whether each window begins with the token that begins texts, in place of its first one; by default if
+            the tokenizer itself begins a text so.
     """
 
     text: str = "python-stdlib"
@@ -58,6 +60,7 @@ class Options:
     window: int | None = None
     largest: int = 100
     seed: int = 0
+    add_bos_token: bool | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 2, "window")
@@ -79,7 +82,8 @@ class OutliersTask(ProbeTask):
 
     def __init__(self, options: Options, context: TaskContext) -> None:
         self.options, self.data_name = options, options.text
-        self.choices = [f"Documents are separated by {context.tokenizer.end_of_text_token!r}.", *_CHOICES]
+        begin, begun = window_start(context.tokenizer, options.add_bos_token)
+        self.choices = [f"Documents are separated by {context.tokenizer.end_of_text_token!r}.", begun, *_CHOICES]
         window = options.window or min(context.context_tokens, DEFAULT_WINDOW)
         wanted = max(1, options.tokens // window)
         stream = token_stream(context, options.text)
@@ -90,7 +94,8 @@ class OutliersTask(ProbeTask):
                 "name a longer text or ask for fewer --tokens"
             )
         chosen = np.sort(np.random.default_rng(options.seed).permutation(there)[:wanted])
-        rows = [tuple(stream[place * window : (place + 1) * window].tolist()) for place in chosen]
+        own = [stream[place * window : (place + 1) * window].tolist() for place in chosen]
+        rows = [(*begin, *row[len(begin) :]) for row in own]
         parts = [rows[part::PARTS] for part in range(min(PARTS, wanted))]
         self.requests = [Magnitudes(tuple(part), options.largest) for part in parts]
 

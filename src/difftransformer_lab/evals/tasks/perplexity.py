@@ -1,5 +1,6 @@
 """Loss on a text: nats a token, bits a byte, and by position in the context."""
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +16,14 @@ from difftransformer.errors import ConfigError
 from ...plots.curves import curves, select
 from ...results import Measurement, TaskResult
 from ..engine import Scores, Task
-from ..prompts.texts import TaskContext, separation, token_stream
+from ..prompts.texts import TaskContext, separation, text_stream, window_start
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Loss
 from ..scores import details, mean, over_windows
 
 DEFAULT_WINDOW = 4096
+
+logger = logging.getLogger(__name__)
 
 _LARGEST_NATS = 700.0
 """Of a loss whose exponential is a float."""
@@ -29,7 +32,7 @@ Losses = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 _CHOICES = [
-    "Bits a byte count the bytes that the scored tokens stand for, so that tokenizers compare.",
+    "Bits a byte count the bytes of the given text for which the scored tokens stand, so that tokenizers compare.",
     "The cumulative loss at position t is the mean over the tokens at positions 1 to t of all windows, each scored from its "
     "start.",
 ]
@@ -47,6 +50,8 @@ class Options:
         windows: Largest number of windows.
         spread: Whether windows stand at even distances over the whole text; otherwise they follow one another from its
             start.
+        add_bos_token: Whether each window begins with the token that begins texts, in place of its first one; by default if
+            the tokenizer itself begins a text so.
         position_buckets: Parts of the window whose mean losses are reported; 0 for none.
     """
 
@@ -56,6 +61,7 @@ class Options:
     windows: int = 32
     spread: bool = False
     position_buckets: int = 0
+    add_bos_token: bool | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 2, "window")
@@ -68,23 +74,29 @@ class Options:
 class PerplexityTask(Task):
     def __init__(self, options: Options, context: TaskContext) -> None:
         self.options, self.data_name = options, options.text
-        self.choices = [separation(context.tokenizer), *_CHOICES]
+        begin, begun = window_start(context.tokenizer, options.add_bos_token)
         window = options.window or min(context.context_tokens, DEFAULT_WINDOW)
         self.stride = window if options.stride is None else options.stride
         if self.stride > window:
             raise ConfigError(f"stride={self.stride} is above the window's {window} tokens; give less")
         wanted = window + 1 + self.stride * (options.windows - 1)
-        stream = token_stream(context, options.text, window + 1, enough=None if options.spread else wanted)
+        text = text_stream(context, options.text, window + 1, enough=None if options.spread else wanted)
+        stream = text.ids
+        self.choices = [separation(context.tokenizer), begun, *_CHOICES, *filter(None, [text.loss])]
+        if text.loss:
+            logger.warning("%s: bits a byte: %s", options.text, text.loss)
         starts = list(range(0, min(len(stream), wanted) - window, self.stride))
         if options.spread:
             there = (len(stream) - 1) // window
             count = min(options.windows, there)
             starts = [index * there // count * window for index in range(count)]
-        self.requests = [Loss(tuple(stream[start : start + window + 1].tolist())) for start in starts]
-        self.byte_lengths, self.separator = context.tokenizer.token_byte_lengths(), context.tokenizer.end_of_text
+        rows = [stream[start : start + window + 1].tolist() for start in starts]
+        self.requests = [Loss((*begin, *row[len(begin) :])) for row in rows]
+        self.sizes, self.is_spelt = np.array([text.sizes[start + 1 :][:window] for start in starts]), text.is_spelt
+        self.separator = context.tokenizer.end_of_text
 
     def scored_by(self) -> Any:
-        return self.separator
+        return self.separator if self.is_spelt else [self.separator, self.sizes.tolist()]
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Return nats a token, bits a byte and perplexity over all windows, and the loss by position."""
@@ -94,7 +106,7 @@ class PerplexityTask(Task):
         first = np.zeros_like(is_text)
         first[1:, : losses.shape[1] - self.stride] = True  # the window before has scored these
         nats, tokens = np.where(first, 0.0, losses).sum(1), (is_text & ~first).sum(1)
-        sizes = np.where(first, 0, self.byte_lengths[targets]).sum(1)
+        sizes = np.where(first, 0, self.sizes).sum(1)
         nll, items = over_windows("nll", "nats/token", nats, tokens, better="lower")
         bits, more = over_windows("bits per byte", "bits/byte", nats / math.log(2), sizes, better="lower")
         curves = [*self._by_position(losses, is_text)]

@@ -24,7 +24,7 @@ from ...plots.bars import bars
 from ...plots.curves import select
 from ...results import TaskResult
 from ..engine import Scores, Task
-from ..prompts.texts import TaskContext, separation, token_stream
+from ..prompts.texts import TaskContext, separation, token_stream, window_start
 from ..registry import TaskKind, at_least, register
 from ..requests import Loss
 from ..scores import over_windows, single
@@ -50,6 +50,8 @@ class Options:
         windows: Maximum number of windows, from the start of the text.
         ngram: Tokens of an n-gram.
         max_train_count: Most occurrences in the training text for an n-gram to count as an AR-hit.
+        add_bos_token: Whether each window begins with the token that begins texts, in place of its first one; by default if
+            the tokenizer itself begins a text so.
     """
 
     text: str = "python-stdlib"
@@ -58,6 +60,7 @@ class Options:
     windows: int = 32
     ngram: int = 2
     max_train_count: int = 1250
+    add_bos_token: bool | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 1, "windows")
@@ -79,6 +82,8 @@ class RecallTask(Task):
         stream = token_stream(context, options.text, window + 1, enough=wanted)
         starts = range(0, min(len(stream), wanted) - window, window)
         rows = np.stack([stream[start : start + window + 1] for start in starts])
+        begin, begun = window_start(tokenizer, options.add_bos_token)
+        rows[:, : len(begin)] = begin
         self.requests = [Loss(tuple(row)) for row in rows.tolist()]
         grams = np.stack([packed(row, options.ngram, tokenizer.vocab_size) for row in rows])
         self.hits = np.zeros((len(rows), window), bool)  # for targets: all tokens of a window but the first
@@ -97,7 +102,7 @@ class RecallTask(Task):
                 f"{options.text}: {int(self.hits.sum())} of {int(self.scored.sum())} tokens are AR-hits, so one group "
                 "has no loss; give longer windows, or another --max-train-count"
             )
-        self.choices = [separation(tokenizer), *_choices(options)]
+        self.choices = [separation(tokenizer), begun, *_choices(options)]
 
     def scored_by(self) -> Any:
         """Return which targets are AR-hits and which are scored, as bits."""
