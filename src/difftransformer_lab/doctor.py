@@ -15,7 +15,7 @@ import torch
 
 from difftransformer._version import __version__
 from difftransformer.errors import BackendUnavailable
-from difftransformer.ops import BACKENDS, Backend, Restrictions, build, differential_attention, processor
+from difftransformer.ops import BACKENDS, Backend, Restrictions, build, differential_attention, processor, triton
 from difftransformer.ops.problem import Problem
 from difftransformer.ops.selfcheck import FIRST, CheckOutcome, Trial, check
 
@@ -125,6 +125,7 @@ def machine_facts(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         facts["GPU"] = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+        facts["backward for Hopper"] = triton.refusal_of_hopper(device) or "timed beside the others"
         with contextlib.suppress(OSError):
             facts["driver"] = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
     return facts

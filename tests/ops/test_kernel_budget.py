@@ -21,6 +21,7 @@ BUDGET = json.loads(compile_kernels.BUDGET.read_text(encoding="utf-8"))
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES, SMALL_SHARED_BYTES = 227 * 1024, 99 * 1024  # that a program may have
 MATRIX_KERNELS = ("both_maps_kernel", "one_map_kernel", "keys_kernel", "queries_kernel")
+HOPPER = "hopper_keys_kernel"  # in Gluon, which not every version of Triton has as it needs it
 REWRITE = "if it is meant to be so: python -m tests.support.compile_kernels --write"
 
 
@@ -53,8 +54,16 @@ def versions(found):
     return "".join(f"; {name} is {found[name]}, the budget's was {BUDGET[name]}" for name in names)
 
 
+def has_hopper():
+    """Whether this Triton is one of those that compile the form for Hopper."""
+    configs = pytest.importorskip("difftransformer.ops.triton_kernels.configs")
+    first, last = configs.HOPPER_VERSIONS
+    return first <= tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2]) <= last
+
+
 def test_every_kernel_has_a_budget(found):
-    new, gone = found["kernels"].keys() - BUDGET["kernels"].keys(), BUDGET["kernels"].keys() - found["kernels"].keys()
+    budget = {name for name in BUDGET["kernels"] if HOPPER not in name or has_hopper()}
+    new, gone = found["kernels"].keys() - budget, budget - found["kernels"].keys()
     assert not new | gone, f"new: {sorted(new)}, gone: {sorted(gone)}; {REWRITE}{versions(found)}"
 
 
@@ -98,9 +107,18 @@ def test_matrix_kernels_use_the_widest_instructions(found):
 
 
 def test_what_may_spill(found):
-    """fp32, which is multiplied without matrix instructions; elsewhere one register; each with a reason in the budget."""
+    """fp32, which is multiplied without matrix instructions, and addresses; else one register; each with a reason."""
     for name, row in found["kernels"].items():
         if row["spilled"] or row["serialized"]:
             assert BUDGET["kernels"][name].get("reason"), name
-        if "fp32" not in name:
+        if "fp32" not in name and HOPPER not in name:
             assert row["spilled"] <= 8, name  # stored and read once
+
+
+def test_the_form_for_hopper_multiplies_without_waiting(found):
+    """Its spills are bounded by the budget alone; serialized products would lose what it gains."""
+    if not has_hopper():
+        pytest.skip(f"Triton {found['triton']} is not known to compile the form for Hopper")
+    rows = [row for name, row in found["kernels"].items() if HOPPER in name]
+    assert rows
+    assert all(row["wgmma"] and not row["serialized"] for row in rows)

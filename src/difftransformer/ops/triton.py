@@ -71,6 +71,15 @@ def _reason(device_type: str) -> str | None:
     return None
 
 
+def refusal_of_hopper(device: torch.device) -> str | None:
+    """Return why the backward does not try its warp-specialised form for Hopper on a device, or None."""
+    if (reason := _reason(device.type)) is not None:
+        return reason
+    from .triton_kernels import configs
+
+    return configs.hopper_refusal(device)
+
+
 def _attention(*arguments: Any) -> tuple[Tensor, ...]:
     from .triton_kernels import launch
 

@@ -344,18 +344,14 @@ def _hopper_backward(
 
     rows, width, wide = tiling.queries, inputs.width, inputs.value_width
     numbers = torch.cat((lse, delta), -1).view(-1, rows, 4).transpose(1, 2).contiguous().view(-1)
-    tiles = (
-        *(
-            (x, rows, w)
-            for x, w in zip((inputs.query, inputs.key, inputs.value, grad), (width, width, wide, wide), strict=True)
-        ),
-        (numbers, 4 * rows),
-        *((x, rows, w) for x, w in zip(grads, (width, width, wide), strict=True)),
-    )
+    tensors = (inputs.query, inputs.key, inputs.value, grad, numbers, *grads)
+    widths = (width, width, wide, wide, 0, width, width, wide)
+    tiles = (hopper.descriptor(x, *((rows, w) if w else (4 * rows,))) for x, w in zip(tensors, widths, strict=True))
     hopper.hopper_keys_kernel[(inputs.keys // tiling.keys * inputs.batch * inputs.heads,)](
-        *(hopper.descriptor(*tile) for tile in tiles), inputs.lam, *inputs.lam_strides[:2], inputs.heads, inputs.queries,
+        *tiles, inputs.lam, *inputs.lam_strides[:2], inputs.heads, inputs.queries,
         hopper.TOGETHER, inputs.scale * LOG2_E, inputs.scale, KEY_2=inputs.key_2, D=width, E=wide, STAGES=tiling.stages,
-        EARLY=hopper.EARLY, SHARED=hopper.SHARED, num_warps=tiling.warps, maxnreg=hopper.REGISTERS)  # fmt: skip
+        EARLY=hopper.EARLY, SHARED=hopper.SHARED, num_warps=tiling.warps, maxnreg=hopper.REGISTERS,
+        enable_fp_fusion=True)  # fmt: skip
 
 
 def _backward(inputs: Inputs, lse: Tensor, delta: Tensor, grad: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
