@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from difftransformer.attention import (
+    VARIANTS,
     DifferentialAttention,
     DifferentialAttentionV2,
     DifferentialOptions,
     GroupedDifferentialAttention,
     GroupedDifferentialAttentionV2,
 )
+from difftransformer.errors import ConfigError
 from tests.support.layers import CHOICES, VECTORS, WIDTH, D, by_hand, causal, layer_of, states
 
 # Class, (signal heads, noise heads, key/value heads), width of a value, arguments, and what they change of the equations.
@@ -34,6 +36,12 @@ LAYERS = {
     "gated, noise heads share a key": (GROUPED_V2, (8, 4, 2), 4, {}, {}),
     "gated, one to one": (GROUPED_V2, (3, 3, 1), 4, {}, {}),
     "no gate": (GROUPED_V2, (3, 1, 1), 6, {"output_gate": False, "value_head_dim": 6}, {"gate": False}),
+    "normed softmax": (VARIANTS["softmax_norm"], (4, 0, 2), 4, {"head_norm_eps": 0.5}, {"eps": 0.5}),
+    "XSA": (VARIANTS["xsa"], (4, 0, 2), 4, {}, {}),
+    "gated softmax": (VARIANTS["gate"], (4, 0, 2), 4, {}, {}),
+    "V1 with XSA": (VARIANTS["diff_xsa"], (4, 4, 2), 8, {"layer_index": 2}, {}),
+    "gated V1": (VARIANTS["diff_gate"], (4, 4, 2), 8, {"layer_index": 2}, {}),
+    "V2, maps added": (VARIANTS["diff_v2_added"], (4, 4, 2), 4, {}, {}),
 }
 EVERY = torch.ones(1, 1, dtype=torch.bool)
 
@@ -107,7 +115,10 @@ def test_lambda_and_the_factor_of_the_heads_apart_from_lambda_init(value, init, 
         torch.testing.assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), 1 - value), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["V1, one group", "V2", "a key for every head", "noise heads share a key"])
+@pytest.mark.parametrize(
+    "name",
+    ["V1, one group", "V2", "a key for every head", "noise heads share a key", "XSA", "gated softmax", "V1 with XSA"],
+)
 def test_restrictions_and_cross_attention(name):
     cls, heads, e, arguments, changed = LAYERS[name]
     layer = layer_of(cls, heads, **arguments)
@@ -120,12 +131,16 @@ def test_restrictions_and_cross_attention(name):
     def same(found, reference):
         torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-9)
 
-    same(layer(hidden, context=context, is_causal=False)[0], expected(hidden, context, EVERY))
-    mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 1, 0, 1]]).bool()[:, None, None]
-    masked = layer(hidden, context=context, is_causal=False, attn_mask=mask)[0]
-    for row in range(2):
-        kept = context[row : row + 1, mask[row, 0, 0]]
-        same(masked[row : row + 1], expected(hidden[row : row + 1], kept, EVERY))
+    if equations.get("exclusive"):
+        with pytest.raises(ConfigError, match="attends to a context, whose values are of other tokens"):
+            layer(hidden, context=context, is_causal=False)
+    else:
+        same(layer(hidden, context=context, is_causal=False)[0], expected(hidden, context, EVERY))
+        mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 1, 0, 1]]).bool()[:, None, None]
+        masked = layer(hidden, context=context, is_causal=False, attn_mask=mask)[0]
+        for row in range(2):
+            kept = context[row : row + 1, mask[row, 0, 0]]
+            same(masked[row : row + 1], expected(hidden[row : row + 1], kept, EVERY))
     same(layer(hidden, window=3)[0], expected(hidden, hidden, causal(7, 3)))
     padded = layer(hidden, kv_start=torch.tensor([0, 3]))[0]
     same(padded[1:, 3:], expected(hidden[1:, 3:], hidden[1:, 3:], causal(4)))
@@ -148,7 +163,7 @@ def test_low_precision(name):
     assert (found - exact).square().mean() <= 4 * (plain - exact).square().mean()
 
 
-@pytest.mark.parametrize("name", ["a key for every head", "as in Motif 3"])
+@pytest.mark.parametrize("name", ["a key for every head", "as in Motif 3", "V1 with XSA", "gated V1", "V2, maps added"])
 def test_compiles_whole(name):
     cls, heads, _, arguments, _ = LAYERS[name]
     layer, hidden = layer_of(cls, heads, **arguments), states(1, 6, WIDTH)
@@ -164,3 +179,37 @@ def test_one_noise_head_for_every_signal_head_is_the_plain_variant_to_the_bit(cl
     grouped, other = layer_of(cls, (4, 4, groups), **arguments), layer_of(plain, (4, 4, groups))
     other.load_state_dict(grouped.state_dict())
     assert torch.equal(grouped(states(2, 6, WIDTH))[0], other(states(2, 6, WIDTH))[0])
+
+
+@pytest.mark.parametrize("name", ["xsa", "diff_xsa"])
+def test_exclusive_heads_have_no_part_along_their_own_value(name):
+    """In what W_O reads, the norm's gain included; the first token, which sees itself alone, has heads of 0."""
+    layer, hidden = layer_of(VARIANTS[name], (4, 4, 2)), states(2, 7, WIDTH)
+    read = []
+    layer.o_proj.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    layer(hidden)
+    heads, own = (x.unflatten(-1, (count, -1)) for x, count in ((read[0], 4), (layer.v_proj(hidden), 2)))
+    assert (heads * own.repeat_interleave(2, 2)).sum(-1).abs().max() < 1e-12
+    assert heads[:, 1:].abs().min() > 0
+    if name == "xsa":
+        assert heads[:, 0].abs().max() < 1e-12
+    low = layer.bfloat16()
+    low(hidden.bfloat16())
+    assert read[-1].dtype == torch.bfloat16
+    assert (read[-1].double() - read[0]).abs().max() <= 0.03 * read[0].abs().max()
+
+
+def test_maps_added_by_another_form_of_lambda_are_refused():
+    with pytest.raises(ConfigError, match="lambda_form='layer': attention_type='diff_v2_added' adds by token"):
+        VARIANTS["diff_v2_added"](WIDTH, 4, head_dim=D, options=DifferentialOptions(lambda_form="layer"))
+
+
+@pytest.mark.parametrize("name", ["xsa", "gate", "diff_xsa"])
+def test_gradcheck(name):
+    layer = layer_of(VARIANTS[name], (2, 2, 1))
+    hidden, weights = states(1, 4, WIDTH).requires_grad_(), dict(layer.named_parameters())
+
+    def function(hidden, *values):
+        return torch.func.functional_call(layer, dict(zip(weights, values, strict=True)), (hidden,))[0]
+
+    assert torch.autograd.gradcheck(function, (hidden, *weights.values()), fast_mode=True)

@@ -150,7 +150,7 @@ def test_its_option_is_checked():
 
 
 def test_it_is_not_offered_for_conversion():
-    assert targets() == ["softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex"]
+    assert targets() == ["softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex", "gate", "diff_gate"]
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,12 @@ CONFIGS = {
     "diff, constant lambda": {"lambda_form": "constant", "lambda_value": -0.8, "head_scale": 0.5},
     "dex": {"attention_type": "dex"},
     "dex, chosen heads": {"attention_type": "dex", "num_hidden_layers": 3, "dex_heads": [[0], [1], [3]]},
+    "softmax_norm": {"attention_type": "softmax_norm"},
+    "xsa": {"attention_type": "xsa"},
+    "gate, grouped": {"attention_type": "gate", "num_key_value_heads": 2, "head_dim": 10},
+    "diff_xsa": {"attention_type": "diff_xsa"},
+    "diff_gate": {"attention_type": "diff_gate", "value_head_dim": 12},
+    "diff_v2_added": {"attention_type": "diff_v2_added"},
     "softmax": {"attention_type": "softmax"},
     "softmax, headwise norm": {"attention_type": "softmax", "softmax_head_norm": "gain"},
     "softmax, plain headwise norm": {"attention_type": "softmax", "softmax_head_norm": "plain"},
@@ -108,7 +114,7 @@ class TestParameters:
 
 
 class TestMatchingWidth:
-    @pytest.mark.parametrize("kind", ["diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex"])
+    @pytest.mark.parametrize("kind", ["diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex", "gate", "diff_gate"])
     @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 4, "num_attention_heads": 8, "hidden_size": 64}])
     def test_the_real_modules_have_equal_parameters(self, kind, fields):
         config = tiny_config(attention_type=kind, **fields)
@@ -132,6 +138,8 @@ class TestFlops:
             {"attention_type": "softmax"},
             {"attention_type": "grouped_diff", "value_head_dim": 12},
             {"attention_type": "dex", "dex_heads": [[0, 1, 3]] * 2},
+            {"attention_type": "gate"},
+            {"attention_type": "diff_gate", "value_head_dim": 12},
             {"is_causal": False},
         ],
     )
@@ -156,7 +164,7 @@ class TestFlops:
         value = hidden * d  # all heads' values together, the same for the twin
         if "value_head_dim" in fields:
             value = hidden // 2 * fields["value_head_dim"]
-        maps = 1 if config.attention_type in ("softmax", "dex") else 2
+        maps = 1 if config.attention_type in ("softmax", "dex", "gate") else 2
         heads = hidden // maps
         if config.attention_type == "grouped_diff":
             heads = hidden * 3 // 4  # three signal heads form a noise head's map each

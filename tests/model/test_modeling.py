@@ -55,6 +55,12 @@ SHAPES = {
     },
     "dex": {"attention_type": "dex"},
     "dex, chosen heads": {"attention_type": "dex", "num_key_value_heads": 2, "dex_heads": [[0, 3], [1, 2]]},
+    "softmax_norm": {"attention_type": "softmax_norm", "head_norm_eps": 0.3},
+    "xsa, grouped": {"attention_type": "xsa", "num_key_value_heads": 2},
+    "gate": {"attention_type": "gate"},
+    "diff_xsa": {"attention_type": "diff_xsa"},
+    "diff_gate, one group": {"attention_type": "diff_gate", "num_key_value_heads": 2},
+    "diff_v2_added": {"attention_type": "diff_v2_added"},
     "softmax": {"attention_type": "softmax"},
     "softmax, grouped": {"attention_type": "softmax", "num_key_value_heads": 2, "tie_word_embeddings": False},
 }  # fmt: skip

@@ -9,12 +9,18 @@ from dataclasses import dataclass
 
 import torch
 
+# Kinds that add something to another one, whose heads they have.
+BASES = {
+    "softmax_norm": "softmax", "xsa": "softmax", "gate": "softmax", "diff_xsa": "diff", "diff_gate": "diff",
+    "diff_v2_added": "diff_v2",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Shape:
     """What the weights alone do not say."""
 
-    kind: str  # "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex" or "softmax"
+    kind: str  # "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex", "softmax", or one of BASES
     layers: int
     heads: int  # of the kind: differential heads for "diff", signal heads for "grouped_diff" and "grouped_diff_v2"
     groups: int  # key/value heads of the kind
@@ -26,6 +32,10 @@ class Shape:
     noise: int = 0  # noise heads for "grouped_diff" and "grouped_diff_v2"
     extended: tuple = ()  # for "dex", each layer's extended heads
     multiplier: float = 1.0  # of the embeddings
+
+    @property
+    def base(self):
+        return BASES.get(self.kind, self.kind)
 
 
 def causal(length, window=None):
@@ -70,18 +80,18 @@ def lam_of(weights, prefix, layer):
 
 def rows_of(shape, head, group, which):
     """Where a head's query and key for one of its maps lie in the projections, in units of head_dim."""
-    if shape.kind in ("softmax", "dex"):
+    if shape.base in ("softmax", "dex"):
         return head, group
-    if shape.kind == "diff_v2":
+    if shape.base == "diff_v2":
         return 2 * head + which, group
-    if shape.kind == "diff":
+    if shape.base == "diff":
         return 2 * head + which, 2 * group + which
     # Noise heads follow the signal heads that share them, noise keys the signal keys whose heads share them.
     signal, keys = shape.heads // shape.noise, min(shape.groups, shape.noise)
     noise = head // signal
     cell, signal_keys = noise // (shape.noise // keys), shape.groups // keys
     first_query, first_key = noise * (signal + 1), cell * (signal_keys + 1)
-    if shape.kind == "grouped_diff_v2":
+    if shape.base == "grouped_diff_v2":
         return first_query + (signal if which else head % signal), group
     if which == 0:
         return first_query + head % signal, first_key + group % signal_keys
@@ -91,7 +101,7 @@ def rows_of(shape, head, group, which):
 def attention(weights, prefix, shape, layer, x, positions, allowed):
     """One attention layer on (T, M); also the combined maps, (heads, T, T)."""
     q, k, v = (x @ weights[prefix + f"{name}_proj.weight"].T for name in "qkv")
-    maps_per_head = 1 if shape.kind in ("softmax", "dex") else 2
+    maps_per_head = 1 if shape.base in ("softmax", "dex") else 2
     d, e = shape.head_dim, shape.value_dim
     outputs, maps = [], []
     for head in range(shape.heads):
@@ -106,21 +116,27 @@ def attention(weights, prefix, shape, layer, x, positions, allowed):
             )
             if which == 0:
                 combined = a
-            elif not shape.kind.endswith("_v2"):
+            elif not shape.base.endswith("_v2"):
                 combined = combined - lam_of(weights, prefix, layer) * a
             else:
                 projected = x @ weights[prefix + "lambda_proj.weight"][head]
-                combined = combined - (1 / (1 + torch.exp(-projected))).unsqueeze(1) * a
-        out = combined @ v[:, group * e : (group + 1) * e]
-        if shape.kind in ("diff", "grouped_diff"):
+                sign = 1 if shape.kind == "diff_v2_added" else -1
+                combined = combined + sign * (1 / (1 + torch.exp(-projected))).unsqueeze(1) * a
+        value = v[:, group * e : (group + 1) * e]
+        out = combined @ value
+        if shape.kind == "softmax_norm":
+            out = root_mean_square(out, weights[prefix + "head_norm.weight"], shape.head_eps)
+        if shape.base in ("diff", "grouped_diff"):
             out = root_mean_square(out, weights[prefix + "head_norm.weight"], shape.head_eps) * (1 - lam_init(layer))
         if shape.kind == "dex" and head in shape.extended[layer]:
             place = shape.extended[layer].index(head)
             out = out - weights[prefix + "dex_lambda"][place] * (out @ weights[prefix + "dex_proj"][place])
+        if shape.kind.endswith("xsa"):
+            out = out - (out * value).sum(1, keepdim=True) / (value * value).sum(1, keepdim=True) * value
         outputs.append(out)
         maps.append(combined)
     joined = torch.cat(outputs, 1)
-    if shape.kind == "grouped_diff_v2":
+    if shape.kind in ("gate", "diff_gate", "grouped_diff_v2"):
         joined = joined / (1 + torch.exp(-x @ weights[prefix + "gate_proj.weight"].T))
     return joined @ weights[prefix + "o_proj.weight"].T, torch.stack(maps)
 

@@ -5,6 +5,7 @@ import math
 import torch
 
 from difftransformer.attention import (
+    VARIANTS,
     DifferentialAttention,
     DifferentialAttentionV2,
     GroupedDifferentialAttention,
@@ -20,6 +21,14 @@ CHOICES = {  # what each class computes unless it is told otherwise
     DifferentialAttentionV2: {"form": "token", "norm": "none", "shared_key": True},
     GroupedDifferentialAttention: {},
     GroupedDifferentialAttentionV2: {"form": "token", "norm": "none", "shared_key": True, "gate": True},
+}
+CHOICES |= {
+    VARIANTS["softmax_norm"]: CHOICES[SoftmaxAttention] | {"norm": "gain", "scale": 1},
+    VARIANTS["xsa"]: CHOICES[SoftmaxAttention] | {"exclusive": True},
+    VARIANTS["gate"]: CHOICES[SoftmaxAttention] | {"gate": True},
+    VARIANTS["diff_xsa"]: {"exclusive": True},
+    VARIANTS["diff_gate"]: {"gate": True},
+    VARIANTS["diff_v2_added"]: CHOICES[DifferentialAttentionV2] | {"sign": -1},
 }
 
 
@@ -58,7 +67,8 @@ def causal(length, window=99):
 
 def by_hand(
     weights, hidden, context, allowed, *, heads, e, start=None, d=D, value=None, scale=None, eps=1e-5,
-    form="layer", norm="gain", shared_key=False, gate=False, prepare=lambda rows, name: rows,
+    form="layer", norm="gain", shared_key=False, gate=False, exclusive=False, sign=1,
+    prepare=lambda rows, name: rows,
 ):  # fmt: skip
     """Output and map, one signal head at a time. Rows are taken off a projection's front in the order that classes document.
 
@@ -102,12 +112,15 @@ def by_hand(
         else:
             q1, k1, q2, k2 = (weights[name][h] if form == "head" else weights[name] for name in VECTORS)
             lam = torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + value
-        maps.append(first - lam * second[0] if second else first)
+        maps.append(first - sign * lam * second[0] if second else first)
         out = maps[-1] @ values[g]
         if norm != "none":
             out = out / torch.sqrt(out.square().mean(-1, keepdim=True) + eps)
         if norm == "gain":
             out = out * weights["head_norm.weight"]
+        if exclusive:
+            own = values[g]
+            out = out - (out * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True) * own
         if gate:
             out = out / (1 + torch.exp(-(hidden @ weights["gate_proj.weight"][h * e : (h + 1) * e].T)))
         outputs.append(out * scale)

@@ -3,7 +3,7 @@
 import torch
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from tests.support.independent_model import Shape
+from tests.support.independent_model import BASES, Shape
 
 VOCABULARY = 61
 BASE = {
@@ -44,23 +44,24 @@ def scramble(model, seed=0):
 
 def shape_of(config):
     """The configuration as the independent model wants it, by its own arithmetic."""
-    pairs = 2 if config.attention_type == "diff" else 1
+    kind = BASES.get(config.attention_type, config.attention_type)
+    pairs = 2 if kind == "diff" else 1
     heads, groups = config.num_attention_heads // pairs, config.num_key_value_heads // pairs
     value_dim = pairs * config.head_dim
     noise = 0
-    if config.attention_type == "grouped_diff":
+    if kind == "grouped_diff":
         noise = config.num_noise_heads or heads // (4 if heads % 5 else 5)
         heads -= noise
         groups = groups - noise if groups > 2 * noise else groups // 2
         value_dim = 2 * config.head_dim
-    if config.attention_type == "grouped_diff_v2":
+    if kind == "grouped_diff_v2":
         noise = config.num_noise_heads or heads // (4 if heads % 5 else 5)
         heads -= noise
         groups = max(g for g in range(1, noise + 1) if noise % g == 0 and groups % g == 0)
     extended = ()
-    if config.attention_type == "dex":
+    if kind == "dex":
         extended = tuple(map(tuple, config.dex_heads or [range(heads)] * config.num_hidden_layers))
-    elif config.attention_type != "softmax":
+    elif kind != "softmax":
         heads = config.num_differential_heads or heads
         groups = config.num_differential_key_value_heads or groups
         value_dim = config.value_head_dim or value_dim

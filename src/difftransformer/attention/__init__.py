@@ -13,11 +13,17 @@ from .base import Attention, AttentionConfig, HeadLayout, KeyValueCache, Option,
 from .causality import Causality, check_causality
 from .dex import DifferentialExtension
 from .diff import DifferentialAttention
+from .diff_gate import GatedDifferentialAttention
 from .diff_v2 import DifferentialAttentionV2
+from .diff_v2_added import AddedDifferentialAttentionV2
+from .diff_xsa import ExclusiveDifferentialAttention
 from .differential import DifferentialOptions
+from .gate import GatedAttention
 from .grouped_diff import GroupedDifferentialAttention, GroupedLayout
 from .grouped_diff_v2 import GroupedDifferentialAttentionV2
 from .softmax import SoftmaxAttention
+from .softmax_norm import NormedSoftmaxAttention
+from .xsa import ExclusiveSelfAttention
 
 VARIANTS: dict[str, type[Attention]] = {
     "softmax": SoftmaxAttention,
@@ -26,6 +32,12 @@ VARIANTS: dict[str, type[Attention]] = {
     "grouped_diff": GroupedDifferentialAttention,
     "grouped_diff_v2": GroupedDifferentialAttentionV2,
     "dex": DifferentialExtension,
+    "softmax_norm": NormedSoftmaxAttention,
+    "xsa": ExclusiveSelfAttention,
+    "gate": GatedAttention,
+    "diff_xsa": ExclusiveDifferentialAttention,
+    "diff_gate": GatedDifferentialAttention,
+    "diff_v2_added": AddedDifferentialAttentionV2,
 }
 VARIABLE = "DIFFTRANSFORMER_VARIANTS"
 _unregistered = os.environ.get(VARIABLE, "").replace(" ", "").split(",") if os.environ.get(VARIABLE) else []

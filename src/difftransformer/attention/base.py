@@ -140,6 +140,7 @@ class HeadLayout:
         query_maps: Softmax maps of a head, 1 or 2; a head's query has query_maps * D values.
         key_maps: Keys of a head, 1 (shared by the maps) or 2.
         value_head_dim: E, width of a head's value and output.
+        output_gate: Whether gate_proj, of as many rows as o_proj has columns, scales the heads.
     """
 
     num_heads: int
@@ -148,6 +149,7 @@ class HeadLayout:
     query_maps: int
     key_maps: int
     value_head_dim: int
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_key_value_heads", "head_dim", "value_head_dim"):
@@ -192,9 +194,9 @@ class HeadLayout:
         return 1
 
     def projection_parameters(self, hidden_size: int) -> int:
-        """Count the weights of q_proj, k_proj, v_proj and o_proj."""
+        """Count the weights of q_proj, k_proj, v_proj, o_proj and gate_proj."""
         rows = self.query_groups * self.query_width + self.cached_values_per_token()
-        return hidden_size * (rows + self.num_heads * self.value_head_dim)
+        return hidden_size * (rows + (1 + self.output_gate) * self.num_heads * self.value_head_dim)
 
     def cached_values_per_token(self) -> int:
         """Count the numbers that one layer's cache holds for a token."""
@@ -407,6 +409,10 @@ class Attention(nn.Module):
         """Compute what follows the op before the output projection, from and to (B, H, T, E)."""
         return heads
 
+    def with_own_value(self, heads: Tensor, value: Tensor | None) -> Tensor:
+        """Change finished heads (B, H, T, E) by their tokens' own values (B, G, T, E), which are None in cross-attention."""
+        return heads
+
     def head_gate(self, hidden: Tensor) -> Tensor | None:
         """Return factors of all heads (B, T, H E) from the hidden states (B, T, M), or None without a gate."""
         return None
@@ -543,6 +549,7 @@ class Attention(nn.Module):
             key = apply_rotary(key, *key_rotation)
         query_BHTX = _divided(query, layout.query_width).transpose(1, 2)
         key_BGSX = _divided(key, layout.key_width).transpose(1, 2)
+        own_value = None if context is not None else value_BGSE
         if cache is not None:
             key_BGSX, value_BGSE = cache.update(key_BGSX, value_BGSE, self.layer_index)
         lam = self.head_lam(hidden)
@@ -563,7 +570,7 @@ class Attention(nn.Module):
             heads_BHTE = self.attend(query_BHTX, key_BGSX, value_BGSE, lam, restrictions)
         if self.context_group is not None:
             heads_BHTE = sequence_of_heads(heads_BHTE, self.context_group)
-        heads_BTF = heads_BHTE.transpose(1, 2).flatten(2)
+        heads_BTF = self.with_own_value(heads_BHTE, own_value).transpose(1, 2).flatten(2)
         gate_BTF = self.head_gate(hidden)
         return self.o_proj(heads_BTF if gate_BTF is None else heads_BTF * gate_BTF), map_BHTS
 

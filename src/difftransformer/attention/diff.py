@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from .differential import Differential, DifferentialOptions
+from .differential import V1, Differential, DifferentialOptions
 
 
 class DifferentialAttention(Differential):
@@ -37,6 +37,4 @@ class DifferentialAttention(Differential):
     label: ClassVar[str] = "DIFF Transformer"
     can_upcycle: ClassVar[bool] = True
     twin_heads: ClassVar[int] = 2
-    defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
-        lambda_form="layer", head_norm="gain", shared_key=False
-    )
+    defaults: ClassVar[DifferentialOptions] = V1

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from .differential import Differential, DifferentialOptions
+from .differential import V2, Differential, DifferentialOptions
 
 
 class DifferentialAttentionV2(Differential):
@@ -25,6 +25,4 @@ class DifferentialAttentionV2(Differential):
     label: ClassVar[str] = "DIFF V2"
     can_upcycle: ClassVar[bool] = True
     twin_heads: ClassVar[int] = 1
-    defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
-        lambda_form="token", head_norm="none", shared_key=True
-    )
+    defaults: ClassVar[DifferentialOptions] = V2

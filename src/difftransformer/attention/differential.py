@@ -95,6 +95,10 @@ class DifferentialOptions:
         return init if self.lambda_value is None else self.lambda_value, scale
 
 
+V1 = DifferentialOptions(lambda_form="layer", head_norm="gain", shared_key=False)
+V2 = DifferentialOptions(lambda_form="token", head_norm="none", shared_key=True)
+
+
 class Differential(NormedAttention):
     """Base of the differential variants (arXiv:2410.05258 eq. 1-3): head = norm((A1 - lambda A2) V).
 

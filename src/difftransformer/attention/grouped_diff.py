@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .base import AttentionConfig, PlainLayer
-from .differential import DifferentialOptions
+from .differential import V1, DifferentialOptions
 from .shared_noise import SIGNAL_HEADS_PER_NOISE_HEAD, SharedNoise, SharedNoiseLayout, paired
 
 
@@ -84,9 +84,7 @@ class GroupedDifferentialAttention(SharedNoise):
     name: ClassVar[str] = "grouped_diff"
     label: ClassVar[str] = "grouped DIFF"
     twin_heads: ClassVar[int] = 2
-    defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
-        lambda_form="layer", head_norm="gain", shared_key=False
-    )
+    defaults: ClassVar[DifferentialOptions] = V1
 
     @classmethod
     def groups_of(cls, config: AttentionConfig, signal: int, noise: int) -> int:

@@ -2,27 +2,21 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ConfigError
-from .base import AttentionConfig, Option, PlainLayer
-from .differential import DifferentialOptions
+from .base import AttentionConfig, Option
+from .differential import V2, DifferentialOptions
+from .output_gate import OutputGate
 from .shared_noise import SharedNoise, SharedNoiseLayout, paired
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedLayout(SharedNoiseLayout):
-    """Signal heads and noise heads that read the keys and values of their group.
-
-    Attributes:
-        output_gate: Whether a projection of the hidden states scales the heads.
-    """
-
-    output_gate: bool = True
+class SharedKeyLayout(SharedNoiseLayout):
+    """Signal heads and noise heads that read the keys and values of their group."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,13 +26,8 @@ class GatedLayout(SharedNoiseLayout):
                 "a noise head and its signal heads read one key"
             )
 
-    def projection_parameters(self, hidden_size: int) -> int:
-        """Count the weights of q_proj, k_proj, v_proj, o_proj and gate_proj."""
-        gate = hidden_size * self.num_heads * self.value_head_dim if self.output_gate else 0
-        return super().projection_parameters(hidden_size) + gate
 
-
-class GroupedDifferentialAttentionV2(SharedNoise):
+class GroupedDifferentialAttentionV2(OutputGate, SharedNoise):
     """Grouped differential attention of Motif 3, causal unless forward gets is_causal=False (arXiv:2608.09119, its vLLM fork).
 
     head_h = (softmax(Q1_h K_g^T / sqrt(D)) - sigmoid(X w_h) softmax(Q2_j K_g^T / sqrt(D))) V_g, with
@@ -64,28 +53,13 @@ class GroupedDifferentialAttentionV2(SharedNoise):
     `GroupedDifferentialAttention`.
     """
 
-    layout: GatedLayout
-    layout_class: ClassVar[Any] = GatedLayout
+    layout: SharedKeyLayout
+    layout_class: ClassVar[Any] = SharedKeyLayout
     name: ClassVar[str] = "grouped_diff_v2"
     label: ClassVar[str] = "grouped DIFF V2"
     config_options: ClassVar[dict[str, Option]] = SharedNoise.config_options | {"output_gate": Option(bool, True)}
     twin_heads: ClassVar[int] = 1
-    defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
-        lambda_form="token", head_norm="none", shared_key=True
-    )
-
-    def __init__(self, embed_dim: int, num_heads: int, *, output_gate: bool = True, **arguments: Any) -> None:
-        super().__init__(embed_dim, num_heads, output_gate=output_gate, **arguments)
-        layout = self.layout
-        self.gate_proj = (
-            nn.Linear(embed_dim, layout.num_heads * layout.value_head_dim, bias=False) if output_gate else None
-        )
-
-    @classmethod
-    def layout_of(cls, config: AttentionConfig) -> GatedLayout:
-        """Divide the Transformer's heads into signal and noise heads that read common keys, with or without a gate."""
-        layout: Any = super().layout_of(config)
-        return replace(layout, output_gate=cls.option(config, "output_gate"))
+    defaults: ClassVar[DifferentialOptions] = V2
 
     @classmethod
     def groups_of(cls, config: AttentionConfig, signal: int, noise: int) -> int:
@@ -93,36 +67,13 @@ class GroupedDifferentialAttentionV2(SharedNoise):
         return math.gcd(config.num_key_value_heads, noise)
 
     @classmethod
-    def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
-        """Pass whether there is a gate."""
-        return super().arguments_of(config, layer_index) | {"output_gate": cls.option(config, "output_gate")}
-
-    @classmethod
-    def tensor_parallel(cls, config: AttentionConfig) -> dict[str, str]:
-        """Split the gate's projection too."""
-        plan = super().tensor_parallel(config)
-        return plan | {"gate_proj": "colwise"} if cls.option(config, "output_gate") else plan
-
-    @classmethod
     def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Give every head a noise head of its own, so that the maps of a head can cancel where lambda cannot start at 0."""
         return super().upcycled_options(config, chosen) | {"num_noise_heads": config.num_attention_heads}
 
-    @classmethod
-    def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
-        """Let the gate start at sigmoid(0) = 1/2, for which W_O doubles once more."""
-        if name == "gate_proj.weight":
-            return plain.zeros(shape)
-        made = super().upcycled(name, shape, plain)
-        return 2 * made if name == "o_proj.weight" and cls.option(plain.config, "output_gate") else made
-
     def op_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pair every signal query with a copy of its noise query, which makes queries (B, H, T, 2 D)."""
         return paired(query, self.layout.head_dim), key, value
-
-    def head_gate(self, hidden: Tensor) -> Tensor | None:
-        """Return sigmoid(X W_G), (B, T, H E), or None without a gate."""
-        return None if self.gate_proj is None else torch.sigmoid(self.gate_proj(hidden))
 
     def mimetic_key(self, query: Tensor) -> Tensor:
         layout = self.layout

@@ -73,7 +73,6 @@ class SharedNoise(Differential):
         head_dim: int | None,
         value_head_dim: int | None,
         num_noise_heads: int | None = None,
-        **more: Any,
     ) -> SharedNoiseLayout:
         """Return the layout of H signal heads, N noise heads and G key/value heads; H of them, or N where maps share keys.
 
@@ -96,7 +95,6 @@ class SharedNoise(Differential):
             key_maps=1 if shared else 2,
             value_head_dim=value_head_dim or cls.twin_heads * head_dim,
             num_noise_heads=noise,
-            **more,
         )
 
     @classmethod

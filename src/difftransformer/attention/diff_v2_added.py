@@ -1,0 +1,42 @@
+"""DIFF V2 whose maps are added: what its second map and its lambda do without subtraction."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from .base import HeadLayout
+from .differential import V2, Differential, DifferentialOptions
+
+
+class AddedDifferentialAttentionV2(Differential):
+    """`DifferentialAttentionV2` with lambda negated, causal unless forward gets is_causal=False.
+
+    head = (softmax(Q1 K^T / sqrt(D)) + sigmoid(X w) softmax(Q2 K^T / sqrt(D))) V
+
+    Everything else is V2's. The other forms of lambda add where lambda_value is negative, so they are refused here. Arguments
+    are those of `DifferentialAttentionV2`.
+
+    Raises:
+        ConfigError: lambda_form is not "token".
+    """
+
+    name: ClassVar[str] = "diff_v2_added"
+    label: ClassVar[str] = "DIFF V2, maps added"
+    description: ClassVar[str] = "attention with two added maps, a control of differential attention"
+    twin_heads: ClassVar[int] = 1
+    defaults: ClassVar[DifferentialOptions] = V2
+
+    @classmethod
+    def heads(cls, options: DifferentialOptions, *arguments: Any, **widths: Any) -> HeadLayout:
+        """Return V2's layout."""
+        if options.lambda_form != "token":
+            raise ConfigError(
+                f"lambda_form={options.lambda_form!r}: attention_type={cls.name!r} adds by token; leave it out, or use "
+                "'diff_v2' with a negative lambda_value"
+            )
+        return super().heads(options, *arguments, **widths)
+
+    def head_lam(self, hidden: Tensor) -> Tensor | float:
+        """Return -sigmoid(X w), (B, H, T)."""
+        return -super().head_lam(hidden)
