@@ -13,8 +13,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StaticCache
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+)
 from transformers.configuration_utils import get_head_shapes
+from transformers.masking_utils import eager_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from difftransformer.attention import Attention
@@ -644,3 +654,64 @@ def test_quantized_caches(to, tmp_path, monkeypatch):
     """Of a family without windows, which transformers' quantized cache refuses."""
     ours, _ = upcycled(source_model("olmo2"), tmp_path, to)
     check_quantized_cache(ours, ids(), monkeypatch)
+
+
+def exclusive(module, query, key, value, mask, scaling, **_):
+    """XSA in plain PyTorch where there is no cache, with the signature of transformers' attention functions."""
+    key, own = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
+    heads = torch.softmax(query @ key.mT * scaling + mask, -1) @ own
+    heads = heads - (heads * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True) * own
+    return heads.transpose(1, 2), None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3"])
+def test_exclusive_self_attention(family, monkeypatch):
+    """A token's own value, also where the cache holds others: against the stock model without a cache."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "exclusive", exclusive)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "exclusive", eager_mask)
+    stock, ours = source_model(family), new_model(family, attention_type="xsa", num_key_value_heads=3)
+    ours.eval().load_state_dict(stock.state_dict())
+    plain = stock(ids()).logits
+    stock.set_attn_implementation("exclusive")
+    expected = stock(ids(), use_cache=False).logits
+    assert relative_error(plain, expected) > 0.01
+    padded = torch.ones_like(ids())
+    padded[1, :6] = 0
+    for mask in (None, padded):
+        found = ours(ids(), attention_mask=mask).logits
+        wanted = stock(ids(), attention_mask=mask, use_cache=False).logits
+        real = ... if mask is None else mask.bool()
+        assert relative_error(found[real], wanted[real]) < 1e-5
+    ours.set_attn_implementation("eager")
+    assert relative_error(ours(ids()).logits, expected) < 1e-5
+    ours.set_attn_implementation("difftransformer")
+    for cache in (DynamicCache(config=ours.config), StaticCache(config=ours.config, max_cache_len=32)):
+        parts = [ours(part, past_key_values=cache).logits for part in ids().split((9, 1, 11), 1)]
+        assert relative_error(torch.cat(parts, 1), expected) < 1e-5
+    if family == "qwen3":
+        torch._dynamo.reset()
+        compiled = torch.compile(ours, fullgraph=True, backend="eager")
+        assert relative_error(compiled(ids()).logits, expected) < 1e-5
+    greedy = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    prompts = [list(range(3, 3 + length)) for length in (9, 4)]
+    outputs = ours.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(eos_token_id=-1, **greedy),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=4, num_blocks=64, max_batch_tokens=16),
+    )
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        row = torch.tensor([prompt])
+        for token in output.generated_tokens:
+            assert token == stock(row, use_cache=False).logits[0, -1].argmax()
+            row = torch.cat((row, torch.tensor([[token]])), 1)
+
+
+def test_gated_weights_are_trained_and_saved(tmp_path):
+    ours, _ = upcycled(source_model("qwen3"), tmp_path, "diff_gate")
+    ours.train()(ids(), labels=ids()).loss.backward()
+    gates = {name: p for name, p in ours.named_parameters() if "self_attn.differential.gate_proj" in name}
+    assert len(gates) == 4
+    assert all(gate.grad.abs().max() > 0 for gate in gates.values())
+    plan = ours.config.base_model_tp_plan
+    assert plan["layers.*.self_attn.differential.gate_proj"] == "colwise"

@@ -48,6 +48,7 @@ class DifferentialLayer(nn.Module):
         """Run the family's forward inside that of `differential`, so that hooks of FSDP and offloading gather its weights."""
         if keywords.get("past_key_values") is not None:
             keywords["past_key_values"] = GroupedCache(keywords["past_key_values"], self.differential.layout)
+            keywords["own_values"] = keywords["past_key_values"]
         return self.differential(hidden_states, partial(super().forward, hidden_states, *arguments, **keywords))
 
 
@@ -55,16 +56,21 @@ class GroupedCache:
     """The cache of a forward pass as the family sees it, with keys and values of equal heads inside, which static caches need.
 
     What `update` returns is grouped as the op takes it, so that no step copies all that is cached.
+
+    Attributes:
+        value: The values that the forward pass appended, (B, G, T, E).
     """
 
     def __init__(self, cache: Cache, layout: HeadLayout) -> None:
         self.cache, self.layout = cache, layout
+        self.value: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
     ) -> tuple[Tensor, Tensor]:
         """Append (B, N', T, D) keys and (B, G, T, E) values, and return everything cached, in groups."""
         key, value = _grouped(key_states, self.layout.key_width), _grouped(value_states, self.layout.value_width)
+        self.value = value
         return self.cache.update(key, value, *arguments, **keywords)  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
@@ -193,6 +199,7 @@ def attention(
     *,
     head_lam: Tensor | float | None = None,
     head_gate: Tensor | None = None,
+    own_values: GroupedCache | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute a variant's attention, with the signature that transformers expects of an attention function.
@@ -208,6 +215,7 @@ def attention(
         is_causal: Whether attention without a mask is causal. Defaults to the layer's `is_causal`.
         head_lam: The variant's lambda.
         head_gate: The variant's factors of the heads, (B, T, H E), or None.
+        own_values: The cache that `value` comes from, or None where `value` holds the T positions alone.
         **options: Other arguments that the families pass, and those of continuous batching, whose mask is additive. The mask
             holds the window already.
 
@@ -225,6 +233,7 @@ def attention(
     if scaling is not None and scaling != layout.head_dim**-0.5:
         query = query * (scaling * layout.head_dim**0.5)
     key, value = _grouped(key, layout.key_width), _grouped(value, layout.value_width)
+    own_value = value if own_values is None else own_values.value
     paged = PagedRow.of(layout, options)
     if paged is not None and attention_mask is not None:
         key, value = paged.update(key, value, module.layer_idx)
@@ -246,7 +255,7 @@ def attention(
         heads_BHTE = variant.finish(weighted_values(map_BHTS, value_BGSE))
     else:
         heads_BHTE = variant.attend(query_BHTX, key_BGSX, value_BGSE, head_lam, restrictions)
-    heads_BTHE = heads_BHTE.transpose(1, 2).contiguous()
+    heads_BTHE = variant.with_own_value(heads_BHTE, own_value).transpose(1, 2).contiguous()
     return heads_BTHE if head_gate is None else heads_BTHE * head_gate.view(heads_BTHE.shape), map_BHTS
 
 
