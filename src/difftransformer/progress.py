@@ -34,9 +34,18 @@ def shown_by(listener: Listener) -> Iterator[None]:
 @contextmanager
 def titled(title: str) -> Iterator[None]:
     """Put a title before those of the block's reports."""
-    outer = _listener.get()
-    if outer is None:
-        yield
-        return
+    outer = _listener.get() or _unheard
     with shown_by(lambda done, total, inner: outer(done, total, f"{title}, {inner}" if inner else title)):
         yield
+
+
+@contextmanager
+def part(index: int, count: int) -> Iterator[None]:
+    """Let the block's reports be those of one of `count` equal parts of the work, counted from 0."""
+    outer = _listener.get() or _unheard
+    with shown_by(lambda done, total, title: outer(index * total + done, count * total, title)):
+        yield
+
+
+def _unheard(done: int, total: int, title: str) -> None:
+    pass

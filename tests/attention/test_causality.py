@@ -155,6 +155,7 @@ def test_the_command(tmp_path, capsys, fails):
     said = capsys.readouterr().out
     assert f"{folder}: causal." in said
     assert "39 of 39 positions changed, in one pass, with a cache, packed" in said
+    assert f"checking {folder}: 100 % after" in " ".join(said.split())
     assert main(["check", "causality", folder, "--length", "9", "--backend", "reference", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["is_causal"], found["positions"]) == (True, 8)
@@ -189,6 +190,27 @@ def test_json_is_alone_on_standard_output(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr()
     assert "cpu" not in {check["backend"] for check in json.loads(said.out)["checks"]}
     assert said.err.splitlines()[-1] == "cpu in fp32 does not take the model: no compiler"
+
+
+def test_calls_stay_small(tmp_path, capsys, monkeypatch):
+    """Packed rows become one row, of which a backend may form all maps; and logits take memory, of which blocks are reused."""
+    from difftransformer import DiffTransformerForCausalLM
+
+    forward, packed, logits = DiffTransformerForCausalLM.forward, set(), set()
+
+    def watched(self, ids, **keywords):
+        if keywords.get("position_ids") is not None:
+            packed.add(tuple(ids.shape))
+        output = forward(self, ids, **keywords)
+        logits.add(output.logits.numel())
+        return output
+
+    monkeypatch.setattr(DiffTransformerForCausalLM, "forward", watched)
+    words = ["--length", "128", "--dtype", "fp32", "--backend", "reference"]
+    assert main(["check", "causality", tiny_model(tmp_path / "model"), *words]) == 0
+    assert max(rows * length for rows, length in packed) == 512
+    assert (4, 128) in packed
+    assert max(logits) <= 2**22
 
 
 @pytest.mark.parametrize("only", ["at once", "cached", "packed", "bf16"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from difftransformer.progress import report, shown_by, titled
+from difftransformer.progress import part, report, shown_by, titled
 from difftransformer.train.metrics import StepMetrics
 from difftransformer_lab.cli import progress
 from difftransformer_lab.cli.console import log_shown
@@ -164,3 +164,15 @@ def test_log_lines_of_the_laboratory_are_shown_once_and_only_while_a_command_run
             logging.getLogger("difftransformer").info("backend cpu")
     lines.info("afterwards")
     assert capfd.readouterr().out.splitlines() == ["training 3 runs"] * 2
+
+
+def test_parts_of_the_work_are_reported_as_one():
+    told = []
+    with shown_by(lambda *report: told.append(report)), titled("checking"):
+        for index in range(2):
+            with part(index, 2):
+                report(1, 2, "a")
+                report(2, 2)
+    assert told == [(1, 4, "checking, a"), (2, 4, "checking"), (3, 4, "checking, a"), (4, 4, "checking")]
+    with part(0, 1):
+        report(1, 2)  # without a listener

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from ..errors import EvaluationError
+from ..ops.problem import LOW_PRECISION
+from ..progress import report
 
 EVERY_POSITION = 512
 """Up to here every position is tried; after it those beside the borders of tiles of 16 tokens, and so of larger ones."""
 TILE = 16
 _ALONE = 16  # positions whose tokens before them are given alone; what depends on the length does so everywhere
-_BATCH_TOKENS, _BATCH_NUMBERS = 16_384, 2**26  # of inputs, and of outputs
+# Of inputs, and of outputs: a CPU gets larger blocks of memory anew from the system each time, and clears them.
+_BATCH_TOKENS, _BATCH_NUMBERS = 4096, 2**22
 # Largest change that rounding explains, in standard deviations of the outputs.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 TOLERANCE_BELOW_FP32 = 0.05
@@ -108,6 +111,7 @@ def check_causality(
         batch = tried[begin : begin + at_once]
         mixed = torch.cat([torch.cat((inputs[:, :position], others[:, position:]), 1) for position in batch])
         changed.append(_change(whole, _outputs(model, mixed), batch, spread))
+        report(begin + len(batch), len(tried))
     step = max(1, len(tried) // _ALONE)
     alone = [
         _change(whole[:, :t], _outputs(model, inputs[:, :t]), [t], spread) for t in sorted({*tried[::step], tried[-1]})
@@ -148,7 +152,7 @@ def _outputs(model: Callable[[Tensor], Any], inputs: Tensor) -> Tensor:
     if not isinstance(outputs, Tensor) or outputs.shape[:2] != inputs.shape[:2]:
         kind = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise EvaluationError(f"inputs of shape {tuple(inputs.shape)} gave {kind}; outputs must begin with (B, T)")
-    if not outputs.isfinite().all():
+    if not torch.stack(outputs.aminmax()).isfinite().all():  # of every output it would be a tensor as large
         raise EvaluationError("some outputs are not finite, which hides what they depend on")
     return outputs.detach()
 
@@ -170,10 +174,14 @@ def _largest(changes: list[Change]) -> Change:
 
 def _change(whole: Tensor, others: Tensor, positions: list[int], spread: float) -> Change:
     """Compare outputs (B, T, ...) with those of other inputs (N B, T, ...), of each before its one of N positions."""
-    differences = (others.unflatten(0, (len(positions), -1)).double() - whole.double()).abs()
-    by_output = differences.movedim(2, 1).flatten(2).amax(2)
+    last = max(positions)
+    others, whole = others.unflatten(0, (len(positions), -1))[:, :, :last], whole[:, :last]
+    if whole.dtype in LOW_PRECISION:
+        others, whole = others.float(), whole.float()
+    differences = (others - whole).abs_()
+    by_output = differences.amax((1, *range(3, differences.ndim)))
     places = torch.tensor(positions, device=whole.device)
-    is_before = torch.arange(whole.shape[1], device=whole.device) < places[:, None]
+    is_before = torch.arange(last, device=whole.device) < places[:, None]
     size, place = by_output.masked_fill(~is_before, 0).flatten().max(0)
-    index, output = divmod(int(place), whole.shape[1])
+    index, output = divmod(int(place), last)
     return Change(size.item() / spread, output, positions[index])

@@ -1,20 +1,24 @@
 """difftransformer check causality."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from json import dumps
 from typing import TYPE_CHECKING, Any, Literal
 
+from difftransformer import progress
 from difftransformer.errors import BackendUnavailable, ConfigError
 from difftransformer.sources import check_model
 
 from .arguments import check_device
 from .console import complain, show
+from .progress import evaluation_progress
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 EXIT_NOT_CAUSAL = 1
 SHORTEST, LENGTH = 2, 513
+_PACKED_TOKENS = 512  # of a call with packed documents; some backends form all maps of so many
 
 
 def run(
@@ -65,12 +69,13 @@ def run(
         dtypes = {dtype: {"fp16": torch.float16, **dtypes}[dtype]}
     checks: list[dict[str, Any]] = []
     worst, where = None, ""
-    for word, kind in dtypes.items():
-        network = network.to(kind)
-        for name in _backends(network, backend, device):
-            for how, compute in _ways(network):
+    tries = [(word, name) for word in dtypes for name in _backends(network, backend, device)]
+    with nullcontext() if json else evaluation_progress(f"checking {model}"):
+        for index, (word, name) in enumerate(tries):
+            network, ways = network.to(dtypes[word]), _ways(network)
+            for place, (how, compute) in enumerate(ways.items()):
                 try:
-                    with use_backend(name):
+                    with use_backend(name), progress.part(index * len(ways) + place, len(tries) * len(ways)):
                         result = check_causality(compute, tokens, vocabulary=vocabulary, seed=seed)
                 except BackendUnavailable as error:
                     if backend is not None:
@@ -88,9 +93,9 @@ def run(
         show(dumps({"is_causal": worst.is_causal, "positions": worst.positions, "checks": checks}, indent=2))
     else:
         tried = list(dict.fromkeys((check["dtype"], check["backend"]) for check in checks))
-        ways = ", ".join(dict.fromkeys(str(check["how"]) for check in checks))
+        asked = ", ".join(dict.fromkeys(str(check["how"]) for check in checks))
         named = ", ".join(word if name == "auto" else f"{name} in {word}" for word, name in tried)
-        show(f"{worst.positions} of {tokens.shape[1] - 1} positions changed, {ways}; {named}.")
+        show(f"{worst.positions} of {tokens.shape[1] - 1} positions changed, {asked}; {named}.")
         for what, change in (("were replaced", worst.changed), ("were left out", worst.alone)):
             at = f" (that of token {change.output} when those from {change.position} on {what})" if change.size else ""
             show(f"When later tokens {what}, logits changed by at most {change.size:.1e}{at}.")
@@ -110,8 +115,8 @@ def _backends(network: Any, chosen: str | None, device: str) -> list[str]:
     return list(dict.fromkeys(row.backend for row in TABLE if row.device_type in (None, device)))
 
 
-def _ways(network: Any) -> "Iterator[tuple[str, Callable[[Tensor], Tensor]]]":
-    """Yield how the logits (B, T, V) of tokens (B, T) are computed: at once, with a cache, and as two packed documents."""
+def _ways(network: Any) -> "dict[str, Callable[[Tensor], Tensor]]":
+    """Return how the logits (B, T, V) of tokens (B, T) are computed: at once, with a cache, and as packed documents."""
     import torch
 
     def cached(tokens: "Tensor") -> "Tensor":
@@ -124,10 +129,13 @@ def _ways(network: Any) -> "Iterator[tuple[str, Callable[[Tensor], Tensor]]]":
 
     def packed(tokens: "Tensor") -> "Tensor":
         # Documents of 37 tokens, so that no border of theirs is one of tiles.
-        positions = (torch.arange(tokens.shape[1], device=tokens.device) % 37).expand_as(tokens)
-        return network(tokens, position_ids=positions, use_cache=False).logits
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None] % 37
+        # At least two rows at a time, since these are laid end to end.
+        rows = tokens.split(max(2, _PACKED_TOKENS // tokens.shape[1]))
+        return torch.cat([network(some, position_ids=positions, use_cache=False).logits for some in rows])
 
-    yield "in one pass", lambda tokens: network(tokens, use_cache=False).logits
-    yield "with a cache", cached
-    if hasattr(network.config, "attn_backend"):
-        yield "packed", packed
+    def whole(tokens: "Tensor") -> "Tensor":
+        return network(tokens, use_cache=False).logits
+
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"in one pass": whole, "with a cache": cached}
+    return ways | ({"packed": packed} if hasattr(network.config, "attn_backend") else {})
