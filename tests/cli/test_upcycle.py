@@ -9,7 +9,7 @@ from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.report import read_evidence, studied
 
-KINDS = "softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex"
+KINDS = "softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex, gate, diff_gate"
 
 
 @pytest.fixture

@@ -135,16 +135,16 @@ def test_options_away_from_their_defaults_keep_the_function(to, options, tmp_pat
 
 @pytest.mark.parametrize("to", DIFFERENTIAL)
 def test_everything_new_learns(to, tmp_path):
-    """lambda from the first step; what only lambda lets through, from the second."""
+    """lambda and gates from the first step; what only lambda lets through, from the second."""
     stock = saved(tmp_path / "source", num_attention_heads=3)
     upcycle_folder(tmp_path / "source", tmp_path / "made", to=to)
     ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "made").train()
     optimizer = torch.optim.SGD(ours.parameters(), lr=1e-2)
     loss = ours(ids_of(), labels=ids_of()).loss
     loss.backward()
-    lambdas = [p for name, p in ours.named_parameters() if "lambda" in name]
-    assert lambdas
-    assert all(parameter.grad.any() for parameter in lambdas)
+    early = [p for name, p in ours.named_parameters() if "lambda" in name or "self_attn.gate_proj" in name]
+    assert early
+    assert all(parameter.grad.any() for parameter in early)
     optimizer.step()
     optimizer.zero_grad()
     ours(ids_of(), labels=ids_of()).loss.backward()

@@ -38,6 +38,8 @@ MODELS = {
     "grouped_diff with more keys": {"attention_type": "grouped_diff", "num_attention_heads": 5},
     "grouped_diff_v2": {"attention_type": "grouped_diff_v2", "num_attention_heads": 10, "num_key_value_heads": 2},
     "dex": {"attention_type": "dex", "dex_heads": [[0, 2], [1, 3]]},
+    "gate": {"attention_type": "gate", "num_key_value_heads": 2},
+    "diff_gate": {"attention_type": "diff_gate"},
     "multiplied": {"embedding_multiplier": 3.3},
 }
 TIED = "diff_v2"
@@ -135,6 +137,8 @@ def test_the_engine(served):
         "grouped_diff with more keys": (8, 4, 64),
         "grouped_diff_v2": (10, 2, 32),
         "dex": (4, 4, 32),
+        "gate": (4, 2, 32),
+        "diff_gate": (4, 2, 64),
         "multiplied": (4, 2, 64),
         "Qwen3": (4, 1, 64),
         "adapter": (4, 1, 64),

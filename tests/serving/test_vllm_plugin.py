@@ -105,6 +105,12 @@ def test_refusals(fields):
         check_served(tiny_config(**fields))
 
 
+def test_attention_types_that_are_refused():
+    with pytest.raises(ConfigError, match="vLLM: attention_type='xsa' is not served; choose one of softmax, diff"):
+        ServedHeads.of(tiny_config(attention_type="xsa"))
+    assert ServedHeads.of(tiny_config(attention_type="diff_gate")).layout.output_gate
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "words"),
     [

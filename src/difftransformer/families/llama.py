@@ -10,6 +10,8 @@ Every source head stays one head, with a value of its own width, so that odd hea
 | `grouped_diff` | noise heads (copies of signal heads), as for `diff` | as for `diff`                                  |
 | `grouped_diff_v2` | as for `diff_v2`, and the gate's projection (zeros) | as `diff_v2`; the gate is 1/2, W_O quadrupled |
 | `dex`     | W_D (random) and lambda (0) for each chosen head        | lambda is 0                                    |
+| `gate`    | the gate's projection (zeros)                           | the gate is 1/2, and W_O is doubled            |
+| `diff_gate` | as for `diff` and `gate`                              | as for `diff` and `gate`                       |
 | `softmax+TYPE` | MLPs wider by as many parameters as TYPE adds      | the new columns of down_proj are 0             |
 
 With another lambda_form, lambda starts at 0 as in `diff`, or by token at 1/2 as in `diff_v2`.

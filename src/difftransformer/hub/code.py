@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from .._version import __version__
+from ..attention import VARIANTS
 from ..errors import ConfigError
 from ..families.checkpoint_io import read_config
 from ..model import DiffTransformerConfig
@@ -19,7 +20,9 @@ from ..model.weights import CONFIG_FILE
 PACKAGE = Path(__file__).parent.parent
 ENTRY = "modeling_difftransformer"
 REPLACED = {"ops.backends": "hub.plain_backends"}
-ATTENTION_TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
+ATTENTION_TYPES = tuple(
+    name for name, kind in VARIANTS.items() if kind.__module__.startswith("difftransformer.attention.")
+)
 AUTO_MAP = {
     "AutoConfig": f"{ENTRY}.{DiffTransformerConfig.__name__}",
     **{auto: f"{ENTRY}.{model.__name__}" for auto, model in MODELS.items()},

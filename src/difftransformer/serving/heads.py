@@ -27,7 +27,9 @@ from ..families.llama import HEAD_FIELDS
 from ..model import DiffTransformerConfig
 
 SERVED_FAMILY = "qwen3"  # which is this package's layout with norms on queries and keys
-SERVED_TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
+SERVED_TYPES = (
+    "softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex", "softmax_norm", "gate", "diff_gate",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

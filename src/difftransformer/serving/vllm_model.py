@@ -64,9 +64,7 @@ class ServedAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             layout.num_heads * layout.value_head_dim, width, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj"
         )
-        # Only the gated layout of "grouped_diff_v2" has the field.
-        gated = getattr(layout, "output_gate", False)
-        self.gate_proj = project("gate_proj", layout.num_heads * layout.value_head_dim) if gated else None
+        self.gate_proj = project("gate_proj", layout.num_heads * layout.value_head_dim) if layout.output_gate else None
         self.q_norm = RMSNorm(layout.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(layout.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.rotary_emb = get_rope(

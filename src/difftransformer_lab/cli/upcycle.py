@@ -28,9 +28,9 @@ def run(
     Args:
         model: Folder with config.json and safetensors, a .gguf file, or owner/name on the Hugging Face hub.
         out: New or empty folder for the model. With --train, the folder of the study.
-        to: diff, diff_v2, grouped_diff, grouped_diff_v2, dex, or softmax for the plain model, in this package's layout if it
-            is a Llama or Mistral; softmax+TYPE for the plain model with MLPs wider by as many parameters as TYPE adds; with
-            --train several, separated by commas (default diff,diff_v2,dex).
+        to: diff, diff_v2, grouped_diff, grouped_diff_v2, dex, gate, diff_gate, or softmax for the plain model, in this
+            package's layout if it is a Llama or Mistral; softmax+TYPE for the plain model with MLPs wider by as many parameters
+            as TYPE adds; with --train several, separated by commas (default diff,diff_v2,dex).
         train: Recipe to train each model and the unconverted one with; they are evaluated before and after.
         text: Text for the comparison of logits: a text file or any source of a recipe (default python-stdlib).
         tokens: Number of tokens to compare (default 256); 0 leaves the comparison out.
