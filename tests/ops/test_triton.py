@@ -344,3 +344,37 @@ def test_shares_of_a_cache(monkeypatch):
     assert shares(1, 10**6) == configs.DECODE_SPLITS
     assert shares(16, 10**6) == 17
     assert shares(10_000, 10**6) == 1
+
+
+def test_the_form_for_hopper_is_tried_only_where_it_is_asked_for(monkeypatch):
+    from difftransformer.ops.triton_kernels import configs
+
+    device, refusal = torch.device("cuda"), configs.hopper_refusal.__wrapped__
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(configs.triton, "__version__", "3.6.0")
+    monkeypatch.delenv("DIFFTRANSFORMER_HOPPER", raising=False)
+    assert "is off" in refusal(device)
+    monkeypatch.setenv("DIFFTRANSFORMER_HOPPER", "1")
+    assert refusal(device) is None
+    monkeypatch.setattr(configs.triton, "__version__", "3.5.1")
+    assert refusal(device) == "needs Triton 3.6 to 3.9, this is 3.5.1"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert refusal(device) == "needs a GPU of compute capability 9.0, this is 10.0"
+
+
+def test_what_suits_the_form_for_hopper():
+    from difftransformer.ops.problem import Call, Restrictions
+    from difftransformer.ops.triton_kernels import launch
+
+    def suits(length=256, groups=2, width=64, dtype=torch.bfloat16, lam=(1, 2, 1), **restrictions):
+        q, k = (torch.empty(1, heads, length, 2 * width, dtype=dtype, device="meta") for heads in (2, groups))
+        given = Restrictions(**({"is_causal": True} | restrictions))
+        inputs = launch.Inputs(Call(q, k, k, torch.empty(lam, device="meta"), given, 0.125))
+        return launch._suits_hopper(inputs, q)
+
+    assert suits()
+    assert not any(
+        (suits(length=192), suits(groups=1), suits(width=128), suits(dtype=torch.float16), suits(lam=(1, 2, 256)))
+    )
+    assert not any((suits(is_causal=False), suits(window=64), suits(cu_seqlens=torch.tensor([0, 256]))))
