@@ -51,7 +51,7 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
             "loss": printed(bench("loss")),
             "overhead": printed(bench("overhead")),
         },
-        "performance-gpu.md": {"attention": printed(bench("bench-h200"))},
+        "performance-gpu.md": {"attention": printed(bench("bench-h200")), "h100": printed(bench("bench-h100"))},
         "accelerate.md": {"diffllama": printed(bench("diffllama"))},
         "upcycling.md": {"upcycle": upcycling_tables(upcycled)},
         "evaluation-intervals.md": {"intervals": coverage_table()},

@@ -97,7 +97,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": _backend(triton, norms=True, is_checked=True),
     "chunked": _backend(chunked, multiplies_all=True),
     "sdpa": _backend(sdpa, multiplies_all=True),
-    "cudnn": _backend(cudnn, multiplies_all=True),
+    "cudnn": _backend(cudnn),
     "flash": _backend(flash),
     "flex": _backend(flex, multiplies_all=True),
 }
