@@ -37,6 +37,6 @@ class AddedDifferentialAttentionV2(Differential):
             )
         return super().heads(options, *arguments, **widths)
 
-    def head_lam(self, hidden: Tensor) -> Tensor | float:
+    def head_lam(self, hidden: Tensor) -> Tensor:
         """Return -sigmoid(X w), (B, H, T)."""
         return -super().head_lam(hidden)
