@@ -34,10 +34,11 @@ def train_toy(toy_recipe, toy_shards, model_config):
         shards=toy_shards,
         on_metrics=lambda metrics: None,
         callbacks=(),
+        device="cpu",
         **fields,
     ):
         config = dataclasses.replace(toy_recipe.training, **fields)
-        how = {"on_metrics": on_metrics, "callbacks": callbacks}
+        how = {"on_metrics": on_metrics, "callbacks": callbacks, "device": device}
         return train(config, model_config(attention_type, **model or {}), shards, folder, **how)
 
     return run

@@ -51,8 +51,10 @@ class Batch:
     step_targets: int
 
     def parts(self, count: int, device: str) -> "Iterator[Batch]":
-        """Yield `count` batches of equally many rows on a device."""
+        """Yield `count` batches of equally many rows on a device; positions stay on the host, to count documents."""
         chunks = self._tensors(lambda tensor: tensor.to(device, non_blocking=True).chunk(count))
+        if self.position_ids is not None:
+            chunks["position_ids"] = self.position_ids.chunk(count)
         for index in range(count):
             yield dataclasses.replace(self, **{name: parts[index] for name, parts in chunks.items()})
 

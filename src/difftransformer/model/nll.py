@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError, DataError, ShapeError
+from ..ops.problem import is_readable
 
 IGNORED = -100
 # On a CPU, logits beyond the caches cost more time than the calls for each chunk.
@@ -147,7 +147,7 @@ def summed_nll(
 def _check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
     is_known = ((targets >= 0) & (targets < vocab_size)) | (targets == ignore_index)
     # Reading a value would wait for a device, end a graph, or fail where tensors have no values.
-    if targets.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(targets, FakeTensor):
+    if not is_readable(targets):
         torch._assert_async(is_known.all(), f"a label is neither an id below {vocab_size} nor {ignore_index}")
     elif not is_known.all():
         raise DataError(

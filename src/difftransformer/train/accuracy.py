@@ -95,7 +95,7 @@ def answer_scores(
     model.eval()
     device = mesh.processes.device
     right, asked, nll_nats = 0, 0, 0.0
-    for part, weight in zip(held.to(device).split(at_once), counts.to(device).split(at_once), strict=True):
+    for part, weight in zip(held.split(at_once), counts.split(at_once), strict=True):
         ids, targets, positions = part.unbind(1)
         packed = positions if config.pack_documents and not whole else None
         arguments = mesh.inputs(ids, targets.where(weight, IGNORED), packed)
@@ -108,8 +108,9 @@ def answer_scores(
         nll_nats += float(F.cross_entropy(logits[is_asked].float(), targets[is_asked], reduction="sum"))
     model.train()
     mesh.forget_whole(model)
-    everything = max(1.0, mesh.sum(asked))
-    return mesh.sum(right) / everything, mesh.sum(nll_nats) / everything
+    sums = torch.tensor([asked, right, nll_nats], dtype=torch.float64, device=device)
+    asked_of_all, right_of_all, nll_of_all = mesh.sum(sums).tolist()
+    return right_of_all / max(1.0, asked_of_all), nll_of_all / max(1.0, asked_of_all)
 
 
 def _counted(predicted: Tensor, targets: Tensor, whole: bool) -> tuple[int, int]:

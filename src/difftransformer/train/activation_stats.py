@@ -85,7 +85,7 @@ def activation_stats(
                 seen[layer, 2] = torch.maximum(seen[layer, 2], largest.cpu())
 
     device = mesh.processes.device
-    ids, targets, positions = row.to(device).unbind(1)
+    ids, targets, positions = row.unbind(1)
     inputs = mesh.inputs(ids, targets, positions if config.pack_documents else None)
     model.eval()
     # A compiled layer would not see the observer.

@@ -237,11 +237,11 @@ class TrainingConfig:
         schedule: Schedule of the learning rate.
         validate_every: Steps between validations. The last step is always validated.
         validation_windows: Number of validation windows, each of the last stage's length.
-        nonfinite: What follows a loss or gradient that is not finite, which never reaches the weights: "stop" ends the run,
+        nonfinite: What follows a loss or gradient that is not finite, which never reaches saved weights: "stop" ends the run,
             "skip" goes on with the next batch, and "rollback" goes back to the newest checkpoint and goes on from there with
-            the batches after that one.
+            the batches after that one. The last two read the loss before each update, and so wait for a GPU.
         outlier_sigmas: Skips a step whose gradient norm is this number of standard deviations above the mean of the last 128,
-            such as 6; None skips none.
+            such as 6; None skips none. Reading the norm before each update waits for a GPU.
         checkpoint: How checkpoints are written.
         checkpoint_every: Steps between checkpoints. The last step is always saved.
         keep_checkpoints: Number of newest checkpoints to keep.

@@ -51,13 +51,15 @@ class Faults(Callback):
 
     def on_gradients(self, trainer: Trainer, update: Update) -> None:
         """Skip a faulty step, go back, or end training."""
+        if update.targets and self._judges_late(trainer):
+            return
         loss, norm, at_step = update.loss_nats, update.gradient_norm, trainer.step + 1
         fault = self.fault(loss, norm, update.targets)
         if fault is None:
             return
         update.action = "skip"
         if fault == "nonfinite":
-            self._stop_if_hopeless(trainer, update)
+            self._stop_if_hopeless(trainer, at_step, loss, norm)
             if self._policy == "rollback":
                 update.action = "rollback"
                 trainer.roll_back()
@@ -76,6 +78,16 @@ class Faults(Callback):
             )
         )
 
+    def on_step(self, trainer: Trainer, figures: dict[str, Any]) -> None:
+        """End training after a step that was not finite, where it is judged late."""
+        loss, norm = figures["loss_nats"], figures["gradient_norm"]
+        if self._judges_late(trainer) and self.fault(loss, norm):
+            self._stop_if_hopeless(trainer, trainer.step, loss, norm)
+
+    def _judges_late(self, trainer: Trainer) -> bool:
+        """Whether a step is judged when its figures are read, which need not keep it from weights that training ends with."""
+        return trainer.reads_late and self._policy == "stop" and self._sigmas is None
+
     def fault(self, loss: float, norm: float, targets: int = 1) -> Fault | None:
         """Return what is wrong with a step."""
         self._last = self._judged(loss, norm) if targets else "no target"
@@ -91,7 +103,7 @@ class Faults(Callback):
         self.norms.append(norm)
         return "outlier" if is_full and norm > float(before.mean()) + self._sigmas * float(before.std()) else None
 
-    def _stop_if_hopeless(self, trainer: Trainer, update: Update) -> None:
+    def _stop_if_hopeless(self, trainer: Trainer, at_step: int, loss: float, norm: float) -> None:
         run, often = trainer.folder, self.nonfinite > MOST_NONFINITE
         if self._policy == "rollback":
             trainer.finish_saving()  # the first checkpoint may be being written
@@ -99,8 +111,5 @@ class Faults(Callback):
         if self._policy == "stop" or often or nowhere:
             count = f", the {self.nonfinite}th such step since the last checkpoint" if often else ""
             trainer.processes.fail(
-                Diverged(
-                    f"{run}: step {trainer.step + 1} has loss {update.loss_nats} and gradient norm "
-                    f"{update.gradient_norm}{count}; {ON_DIVERGING}"
-                )
+                Diverged(f"{run}: step {at_step} has loss {loss} and gradient norm {norm}{count}; {ON_DIVERGING}")
             )

@@ -4,16 +4,16 @@ import copy
 import math
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..attention import Attention
@@ -23,6 +23,7 @@ from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
 from .checkpoint import CheckpointState, folder_of_step, load_checkpoint, newest_intact
 from .config import TrainingConfig
+from .late import Moment, OnTheWay
 from .lora import add_lora
 from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics, finite
 from .optim import build_optimizer, learning_rate, update_average
@@ -55,18 +56,52 @@ class Update:
     """What a step is about to do to the weights.
 
     Attributes:
-        loss_nats: Mean loss over the tokens of all processes.
-        gradient_norm: Norm of the gradients of all processes, before clipping.
-        gradient_norms: The same, of each part of the model.
+        numbers: Loss, gradient norm and the gradient norms of `parts`, on the device; reading one waits for the device.
+        parts: Names of the parts of the model that have gradients.
         targets: Number of tokens that count in the loss, over all processes.
         action: None updates the weights, "skip" leaves them as they are, and after "rollback" the step has not been.
     """
 
-    loss_nats: float
-    gradient_norm: float
-    gradient_norms: dict[str, float]
+    numbers: Tensor
+    parts: list[str]
     targets: int
     action: Literal["skip", "rollback"] | None = None
+
+    @cached_property
+    def _read(self) -> list[float]:
+        return self.numbers.tolist()
+
+    @property
+    def loss_nats(self) -> float:
+        """Mean loss over the tokens of all processes."""
+        return self._read[0]
+
+    @property
+    def gradient_norm(self) -> float:
+        """Norm of the gradients of all processes, before clipping."""
+        return self._read[1]
+
+    @property
+    def gradient_norms(self) -> dict[str, float]:
+        """The same, of each part of the model."""
+        return dict(zip(self.parts, self._read[2:], strict=True))
+
+
+@dataclass(kw_only=True)
+class _Unread:
+    """A step whose figures the host has not read.
+
+    Attributes:
+        update: The step.
+        rate: Its learning rate.
+        numbers: Those of the update, and each layer's lambda after it.
+        worked: When the device began and ended to work on it, in two parts.
+    """
+
+    update: Update
+    rate: float
+    numbers: OnTheWay
+    worked: list[tuple[Moment, Moment]]
 
 
 class Callback:
@@ -83,7 +118,10 @@ class Callback:
         """
 
     def on_step(self, trainer: "Trainer", figures: dict[str, Any]) -> None:
-        """The weights are updated. Fields of the step's `StepMetrics` may be added."""
+        """The weights are updated. Fields of the step's `StepMetrics` may be added.
+
+        On a GPU, which computes ahead, the gradients may be those of the next step already.
+        """
 
     def on_validation(self, trainer: "Trainer", figures: dict[str, Any]) -> None:
         """The validation loss is known. Fields of its `ValidationMetrics` may be added."""
@@ -111,10 +149,11 @@ def build_model(config: DiffTransformerConfig, seed: int) -> DiffTransformerForC
         return DiffTransformerForCausalLM(config)
 
 
-def layer_lambdas(model: DiffTransformerForCausalLM) -> list[float | None]:
+@torch.no_grad()
+def layer_lambdas(model: DiffTransformerForCausalLM) -> list[Tensor]:
     """Return each layer's lambda, averaged over heads. Layers without lambda or with one per token are left out."""
     lambdas = [module.lam() for module in model.modules() if isinstance(module, Attention)]
-    return finite(lam.mean().item() for lam in lambdas if lam is not None)  # exponentials overflow before the loss does
+    return [lam.mean() for lam in lambdas if lam is not None]
 
 
 class Trainer:
@@ -133,6 +172,7 @@ class Trainer:
         validated: Last step that was validated.
         evaluated: Last step whose checkpoint was evaluated.
         stopping: Whether a signal has asked the run to stop.
+        reads_late: Whether the figures of a step are read when the next one computes, as on a GPU, which would be waited for.
 
     Raises:
         ConfigError: The adapters do not fit the model, PEFT is missing, or the mesh does not divide the model or its rows.
@@ -154,7 +194,8 @@ class Trainer:
         self.config, self.model_config, self.shards, self.folder = config, model_config, shards, folder
         self.mesh, self.processes, self.callbacks = mesh, mesh.processes, callbacks
         self.step, self.tokens, self.seconds, self.validated, self.evaluated = 0, 0, 0.0, 0, 0
-        self.stopping = False
+        self.stopping, self.reads_late = False, mesh.processes.device != "cpu"
+        self._unread: _Unread | None = None
         with self.processes.fail_together():
             mesh.check(model_config, config)
             validation_rows(shards, config.context_tokens, config.validation_windows)  # what it refuses, it refuses now
@@ -259,8 +300,12 @@ class Trainer:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["rate_factor"]
-        started = time.perf_counter()
+        device = self.processes.device
+        began = Moment(device)
         update = self._compute_gradients()
+        worked = [(began, Moment(device))]
+        self._read_figures()  # of the step before, which the device has finished by now or will have before this one
+        began = Moment(device)
         for callback in self.callbacks:
             if update.action is None:
                 callback.on_gradients(self, update)
@@ -271,23 +316,36 @@ class Trainer:
             if config.ema is not None:
                 update_average(self.optimizer, config.ema)
         self.optimizer.zero_grad()
-        elapsed = time.perf_counter() - started
-        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + config.batch_tokens, self.seconds + elapsed
+        self.step, self.tokens = self.step + 1, self.tokens + config.batch_tokens
+        numbers = OnTheWay(torch.cat([update.numbers, *(lam.double()[None] for lam in layer_lambdas(self.model))]))
+        self._unread = _Unread(update=update, rate=rate, numbers=numbers, worked=[*worked, (began, numbers.sent)])
+        if not self.reads_late:
+            self._read_figures()
+        return True
+
+    def _read_figures(self) -> None:
+        """Read and report the figures of the last step, if that has not been done."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        update, (loss, norm, *others) = unread.update, unread.numbers.read()
+        elapsed = sum(end.seconds_since(start) for start, end in unread.worked)
+        self.seconds += elapsed
         if update.action is None:
+            parts = len(update.parts)
             figures: dict[str, Any] = {
-                "loss_nats": update.loss_nats,
-                "gradient_norm": update.gradient_norm,
-                "learning_rate": rate,
+                "loss_nats": loss,
+                "gradient_norm": norm,
+                "learning_rate": unread.rate,
                 "tokens": self.tokens,
                 "seconds": self.seconds,
-                "tokens_per_second": config.batch_tokens / elapsed,
-                "lambdas": layer_lambdas(self.model),
-                "gradient_norms": update.gradient_norms,
+                "tokens_per_second": self.config.batch_tokens / elapsed,
+                "lambdas": finite(others[parts:]),  # exponentials overflow before the loss does
+                "gradient_norms": dict(zip(update.parts, others[:parts], strict=True)),
             }
             for callback in self.callbacks:
                 callback.on_step(self, figures)
             self.report(StepMetrics(step=self.step, **figures))
-        return True
 
     def _compute_gradients(self) -> Update:
         """Run the forward and the backward pass of the next batch, in parts, and clip the gradients."""
@@ -302,9 +360,10 @@ class Trainer:
             mean.backward()
             loss += mean.detach()
         clip = config.optimizer.clip_norm
-        norm, norms = self.mesh.clip_gradients(self.model, float("inf") if clip is None else clip)
-        figures: dict[str, Any] = {"gradient_norm": norm, "gradient_norms": norms, "targets": batch.step_targets}
-        return Update(loss_nats=self.mesh.sum(loss.item()), **figures)
+        norms, parts = self.mesh.clip_gradients(self.model, float("inf") if clip is None else clip)
+        return Update(
+            numbers=torch.cat((self.mesh.sum(loss)[None], norms.double())), parts=parts, targets=batch.step_targets
+        )
 
     def validate_if_due(self) -> bool:
         """Validate after the last step and every `validate_every`, unless that has been done or a signal ends it.
@@ -314,6 +373,7 @@ class Trainer:
         due = self.step == self.config.steps or self.step % self.config.validate_every == 0
         if not due or self.step <= self.validated:
             return True
+        self._read_figures()
         loss = validate(self.model, self.shards, self.config, self.mesh, self._stop)
         if loss is not None and not math.isfinite(loss):
             if self.config.nonfinite == "rollback" and self.step < self.config.steps:
@@ -332,13 +392,16 @@ class Trainer:
     def save_if_due(self) -> None:
         """Save after the last step and at a signal, which then ends the run; and every `checkpoint_every`, if possible."""
         status, is_last = self._stop(), self.step == self.config.steps
+        is_due = self.step % self.config.checkpoint_every == 0 or self.config.keeps_step(self.step)
+        if is_last or status or is_due:
+            self._read_figures()
         if is_last or status:
             saved = self._saver.save(self._state())
             self.stopping = bool(status)
             self._tell_of_checkpoint()
             if status and not (is_last and self.validated == self.step):
                 raise Interrupted(saved, self.step, status)
-        elif self.step % self.config.checkpoint_every == 0 or self.config.keeps_step(self.step):
+        elif is_due:
             self._saver.save_if_possible(self._state())
             self._tell_of_checkpoint()
 
@@ -391,19 +454,22 @@ def validate(
     held, counts = mesh.own_rows(validation_rows(shards, config.context_tokens, config.validation_windows))
     model.eval()
     rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens // mesh.row_ranks)
-    total, tokens, stopped = 0.0, 0, False
-    device = mesh.processes.device
-    for part, weight in zip(held.to(device).split(rows), counts.to(device).split(rows), strict=True):
+    device, stopped = mesh.processes.device, False
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # nats and tokens
+    for part, weight in zip(held.split(rows), counts.split(rows), strict=True):
         if stopped := bool(stop()):
             break
         input_ids, targets, positions = part.unbind(1)
         inputs = mesh.inputs(input_ids, targets.where(weight, IGNORED), positions if config.pack_documents else None)
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            total += summed_next_token_nll(model, **inputs).item()
-        tokens += int((inputs["targets"] != IGNORED).sum())
+            nll = summed_next_token_nll(model, **inputs)
+        totals += torch.stack((nll, (inputs["targets"] != IGNORED).sum()))
     model.train()
     mesh.forget_whole(model)
-    return None if stopped else mesh.sum(total) / mesh.sum(tokens)
+    if stopped:
+        return None
+    total, tokens = mesh.sum(totals).tolist()
+    return total / tokens  # type: ignore[no-any-return]
 
 
 def recompute_activations(model: DiffTransformerForCausalLM, config: TrainingConfig) -> None:

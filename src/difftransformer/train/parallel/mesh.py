@@ -60,6 +60,7 @@ class Mesh:
         self.row_ranks = replicate * shard
         self.row_rank = processes.rank // (context * tensor)
         self.context_rank = processes.rank // tensor % context
+        self._lays_rows_end_to_end = False
         self._weights: DeviceMesh | None = None
         self._context_group: dist.ProcessGroup | None = None
 
@@ -128,6 +129,9 @@ class Mesh:
     def place(self, model: DiffTransformerForCausalLM, training: TrainingConfig) -> DiffTransformerForCausalLM:
         """Divide a whole model, whose matrices may be on the meta device: each process keeps its part of the weights."""
         layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+        self._lays_rows_end_to_end = isinstance(
+            model, DiffTransformerForCausalLM
+        )  # others may take no bounds of documents
         has_compiler = self.processes.device == "cuda" and find_spec("triton") is not None
         if training.compile is True or (training.compile == "auto" and has_compiler):
             for layer in layers:
@@ -160,26 +164,28 @@ class Mesh:
         return model
 
     def inputs(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> dict[str, Any]:
-        """Return what this process computes of rows (B, T): all of them, or its part of each with the positions.
+        """Return what this process computes of rows, on its device: all of them, or its part of each with the positions.
 
         Args:
             input_ids: (B, T).
             targets: (B, T).
-            position_ids: (B, T) positions that start at 0 in each packed document, or None for rows of one document. Where
-                processes share a row, B is 1.
+            position_ids: (B, T) positions that start at 0 in each packed document, in host memory, or None for rows of one
+                document. Where processes share a row, B is 1. Models of this package get packed rows as one row.
         """
-        if self._context_group is None:
-            documents = {} if position_ids is None else {"position_ids": position_ids}
-            return {"input_ids": input_ids, "targets": targets, **documents}
-        documents = {}
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        else:
-            documents["cu_seq_lens_q"] = row_lengths(packed_starts(position_ids, None))
-        length = input_ids.shape[1] // self.context
-        own = slice(self.context_rank * length, (self.context_rank + 1) * length)
-        parts = {"input_ids": input_ids, "targets": targets, "position_ids": position_ids}
-        return {name: rows[:, own] for name, rows in parts.items()} | documents
+        rows, documents = {"input_ids": input_ids, "targets": targets}, {}
+        if position_ids is not None:
+            rows["position_ids"] = position_ids
+            if self._context_group is not None or self._lays_rows_end_to_end:
+                # Bounds of documents are found here, because a device would be waited for to count them.
+                documents["cu_seq_lens_q"] = row_lengths(packed_starts(position_ids, None))
+                rows = {name: tensor.reshape(1, -1) for name, tensor in rows.items()}
+        elif self._context_group is not None:
+            rows["position_ids"] = torch.arange(input_ids.shape[1]).unsqueeze(0)
+        if self._context_group is not None:
+            length = input_ids.shape[1] // self.context
+            own = slice(self.context_rank * length, (self.context_rank + 1) * length)
+            rows = {name: tensor[:, own] for name, tensor in rows.items()}
+        return {name: _sent(tensor, self.processes.device) for name, tensor in (rows | documents).items()}
 
     def own_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return this process's part of rows that every process has, and which of them count, (rows, 1) bool.
@@ -201,12 +207,19 @@ class Mesh:
         if isinstance(model, FSDPModule):
             model.reshard()
 
-    def sum(self, value: float) -> float:
-        """Return the sum of a value over the tokens of all processes."""
-        return self.processes.sum(value) / self.tensor
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of values over the tokens of all processes, in float64."""
+        total = values.double()
+        if self.processes.count > 1:
+            dist.all_reduce(total)
+        return total / self.tensor
 
-    def clip_gradients(self, model: nn.Module, most: float) -> tuple[float, dict[str, float]]:
-        """Complete the gradients and scale them to a norm of at most `most`; return their norm before that, and each part's."""
+    def clip_gradients(self, model: nn.Module, most: float) -> tuple[Tensor, list[str]]:
+        """Complete the gradients and scale them to a norm of at most `most`.
+
+        Returns:
+            Their norm before that and the norms of the model's parts, and the names of the parts.
+        """
         if self._weights is not None:
             self._sum_whole()
         parts: dict[str, list[nn.Parameter]] = {}
@@ -221,8 +234,7 @@ class Mesh:
             norm = _norm(groups)
             for group in groups:
                 torch.nn.utils.clip_grads_with_norm_(group, most, norm)
-        total, *by_part = torch.stack([norm, *norms]).tolist()  # one transfer from a GPU
-        return total, dict(zip(parts, by_part, strict=True))
+        return torch.stack([norm, *norms]), list(parts)
 
     def _sum_whole(self) -> None:
         """Add up the gradients of the parameters that every process holds whole, in one collective."""
@@ -245,6 +257,13 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault(mesh, []).append(parameter)
     return list(groups.values())
+
+
+def _sent(tensor: Tensor, device: str) -> Tensor:
+    """Return a tensor on a device, without waiting for that."""
+    if device == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -43,13 +43,13 @@ class Processes:
         """Whether this process prints, logs and writes."""
         return self.rank == 0
 
-    def sum(self, value: float) -> float:
-        """Return the sum of every process's value."""
-        return self._reduced(value, "SUM")
-
     def largest(self, value: int) -> int:
         """Return the largest of every process's value."""
-        return int(self._reduced(value, "MAX"))
+        if self.count == 1:
+            return value
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return int(tensor)
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
@@ -104,13 +104,6 @@ class Processes:
     def fail(self, error: Exception) -> None:
         """Raise an error that every process has met: as it is in the first one, and FailedElsewhere in the others."""
         raise error if self.is_first else FailedElsewhere("process 0 has failed") from error
-
-    def _reduced(self, value: float, operation: str) -> float:
-        if self.count == 1:
-            return value
-        tensor = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation), group=self.group)
-        return tensor.item()
 
 
 ALONE = Processes()
