@@ -18,7 +18,9 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 MISSING = "not measured yet"
-NORMAL_START = " Weights start from N(0, 0.05\u00b2), as no model does by default: with the fan-in start variants may differ otherwise."
+NORMAL_START = (
+    " Weights start from N(0, 0.05\u00b2), as no model does by default: with the fan-in start variants may differ otherwise."
+)
 LOSS = "validation loss per token"
 # Files of benchmarks are named after the processor.
 PROCESSORS = {
@@ -339,8 +341,7 @@ def studied_notes(study: Studied | None) -> list[str]:
     return [
         f"Study: `{index.command}` ([its page](results/studies/{index.name}/README.md#{index.preset}), "
         f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds{means}."
-        + NORMAL_START
-        * (index.preset == "normal-start"),
+        + NORMAL_START * (index.preset == "normal-start"),
         mark_words(study.evidence),
     ]
 
