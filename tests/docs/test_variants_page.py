@@ -1,5 +1,6 @@
 """The sizes on docs/variants.md are those of the models."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,15 @@ def test_the_table_of_equal_parameters(kind):
         assert count(config).parameters == pytest.approx(wanted, rel=0.005)
         cells += [shown(first), f"{config.intermediate_size:,}", shown(count(config).parameters)]
     assert f"| `{kind}` | " + " | ".join(cells) + " |" in PAGE
+
+
+def test_the_operations_of_the_controls_at_equal_parameters():
+    twin = DiffTransformerConfig(attention_type="softmax", **SIZES[1])
+    wanted = count(twin, context_tokens=2048)
+    rows = re.findall(r"^\| `(\w+)` \| (\d\.\d{3}) \| [\d.]+ to", PAGE, re.M)
+    assert {kind for kind, _ in rows} >= set(KINDS[6:])
+    for kind, said in rows:
+        config = twin.twin(kind)
+        config.intermediate_size = matching_width(config, wanted.parameters)
+        found = count(config, context_tokens=2048).train_flops_per_token
+        assert f"{found / wanted.train_flops_per_token:.3f}" == said

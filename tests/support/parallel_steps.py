@@ -22,6 +22,8 @@ VARIANTS = {
     "diff_v2": {"num_attention_heads": 8, "num_key_value_heads": 4, "qk_norm": True},
     "grouped_diff": {"num_attention_heads": 20, "num_noise_heads": 4},
     "softmax": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "diff_xsa": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "gate": {"num_attention_heads": 8, "num_key_value_heads": 4},
 }
 
 

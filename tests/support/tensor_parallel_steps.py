@@ -27,6 +27,10 @@ CASES = {
     "diff_v2": FOUR,
     "grouped_diff": EIGHT | {"num_noise_heads": 2},
     "grouped_diff_v2": EIGHT | {"num_noise_heads": 2},
+    "xsa": EIGHT | {"num_key_value_heads": 4},
+    "gate": EIGHT | {"num_key_value_heads": 4},
+    "diff_gate": FOUR,
+    "softmax_norm": FOUR,
     "dex": FOUR,
     "dex, heads of one process": FOUR | {"dex_heads": [[0, 1], [1, 2]]},
 }
@@ -35,6 +39,8 @@ FAMILIES = {
     "qwen3 diff": {"lambda_form": "layer", "head_norm": "gain"},
     "qwen3 diff_v2": {},
     "qwen3 dex": {},
+    "qwen3 xsa": {},
+    "qwen3 diff_gate": {"lambda_form": "layer", "head_norm": "gain"},
     "qwen3 grouped_diff, lambda by head": {"lambda_form": "head", "num_noise_heads": 4},
 }
 
