@@ -22,6 +22,7 @@ VARIANTS = {
     "grouped_diff": FIVE | {"attention_type": "grouped_diff", "num_key_value_heads": 2},
     "grouped_diff with more keys": FIVE | {"attention_type": "grouped_diff"},
     "grouped_diff_v2": FIVE | {"attention_type": "grouped_diff_v2"},
+    "xsa": {"attention_type": "xsa", "num_key_value_heads": 2},
     "dex": {"attention_type": "dex", "dex_heads": [[0, 2], [1, 3]]},
 }
 

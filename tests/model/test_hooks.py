@@ -5,7 +5,15 @@ import torch
 
 from tests.support.tiny_models import tiny, tokens
 
-CASES = {"softmax": {}, "diff": {}, "diff, head": {"lambda_form": "head"}, "diff_v2": {}, "grouped_diff": {}, "dex": {}}
+CASES = {
+    "softmax": {},
+    "diff": {},
+    "diff, head": {"lambda_form": "head"},
+    "diff_v2": {},
+    "grouped_diff": {},
+    "dex": {},
+    "gate": {},
+}
 
 
 def offload(model):
