@@ -1,7 +1,5 @@
 """The encoder layer in the place of nn.TransformerEncoderLayer."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -122,7 +120,12 @@ def test_mistakes_are_named():
         ({"key_padding_mask": PADDED}, "pass attn_mask=~key_padding_mask"),
         ({"need_weights": True}, "need_map=True"),
         ({"average_attn_weights": False}, "need_map=True"),
-        ({"attention_mask": PADDED}, "choose among attn_mask, is_causal"),
+        ({"attention_mask": PADDED}, r"pass attn_mask \(True = may attend\)"),
+        ({"causal": True}, "pass is_causal"),
+        ({"position_ids": PADDED}, "position_embeddings=rotary_tables"),
+        ({"past_key_values": None}, "pass cache"),
+        ({"dropout_p": 0.0}, "no dropout"),
+        ({"attn_bias": PADDED}, "choose among attn_mask, is_causal"),
     ],
 )
 def test_keywords_of_torchs_attention_name_ours(keyword, words):
@@ -133,14 +136,48 @@ def test_keywords_of_torchs_attention_name_ours(keyword, words):
     assert "is_causal=False" in DifferentialAttention.forward.__doc__.splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [({"dropout": 0.1}, "no dropout"), ({"bias": True}, "no bias"), ({"batch_first": True}, "(batch, length, width)")],
-)
-def test_arguments_of_torchs_attention_name_ours(argument, words):
-    (name,) = argument
-    with pytest.raises(ConfigError, match=f"{name} is not an argument of DifferentialAttention: .*{re.escape(words)}"):
-        DifferentialAttention(32, 2, **argument)
+WORDS = {
+    "dropout": "no dropout", "attn_dropout": "no dropout", "bias": "no bias", "qkv_bias": "no bias",
+    "batch_first": "(batch, length, width)", "num_kv_heads": "it is num_key_value_heads here",
+    "n_kv_heads": "it is num_key_value_heads here", "n_heads": "it is num_heads here", "d_model": "it is embed_dim here",
+    "dim_head": "it is head_dim here", "depth": "it is layer_index here, counted from 0",
+    "rope": "in forward, position_embeddings=rotary_tables", "causal": "pass is_causal to forward",
+    "is_causal": "pass is_causal to forward", "window_size": "pass window to forward", "device": "call .to(...)",
+    "lambda_init": "pass options=DifferentialOptions(lambda_init=...)", "flavour": "choose among backend, embed_dim, ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [DifferentialAttention, VARIANTS["grouped_diff"], VARIANTS["gate"]])
+def test_arguments_of_other_layers_name_ours(kind):
+    for name, words in WORDS.items():
+        with pytest.raises(ConfigError) as error:
+            kind(embed_dim=32, num_heads=2, **{name: 1})
+        assert str(error.value).startswith(f"{name} is not an argument of {kind.__name__}: ")
+        assert words in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_every_argument_that_is_named_is_taken():
+    for kind in VARIANTS.values():
+        with pytest.raises(ConfigError, match="choose among ") as error:
+            kind(64, 4, flavour=1)
+        named = set(str(error.value).partition("choose among ")[2].split(", "))
+        assert {"embed_dim", "num_heads", "layer_index", "head_dim", "backend", "qk_norm"} <= named
+        assert not {"layout", "groups"} & named
+        assert ("num_noise_heads" in named) == ("grouped" in kind.name)
+        kind(embed_dim=64, num_heads=4, layer_index=1, head_dim=8, backend="auto", qk_norm=True)
+    assert VARIANTS["grouped_diff"](64, 4, head_dim=8, num_noise_heads=2).layout.num_noise_heads == 2
+
+
+def test_a_layer_of_ones_own_takes_an_argument_of_that_name():
+    class Windowed(DifferentialAttention):
+        def __init__(self, *arguments, window, **options):
+            super().__init__(*arguments, **options)
+            self.window = window
+
+    assert Windowed(32, 2, window=7, layer_index=1).window == 7
+    with pytest.raises(ConfigError, match="bias is not an argument of Windowed: projections have no bias"):
+        Windowed(32, 2, window=7, bias=False)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

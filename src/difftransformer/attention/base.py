@@ -25,6 +25,7 @@ from ..ops.problem import Restrictions
 from ..ops.reference import weighted_values
 from ..ops.rotary import apply_rotary
 from ..ops.ulysses import heads_of_sequence, sequence_of_heads
+from .keywords import check_arguments, check_keywords
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,22 +35,6 @@ QK_NORMS = ("q_norm", "k_norm")
 QK_NORM_EPS = 1e-6  # eps of the norms of queries and keys (Qwen3's)
 # transformers' name for a module whose weights every tensor-parallel process holds, with summed gradients.
 REPLICATED = "replicated_with_grad_allreduce"
-# Keywords of nn.MultiheadAttention -> what to write here.
-THEIR_KEYWORDS = {
-    "key_padding_mask": "pass attn_mask=~key_padding_mask[:, None, None, :] (True = may attend)",
-    "need_weights": "pass need_map=True for the map of every head",
-    "average_attn_weights": "pass need_map=True and average the heads' maps",
-    "key": "pass context, from which keys and values are projected",
-    "value": "pass context, from which keys and values are projected",
-}
-# Its arguments -> what this layer has instead.
-THEIR_ARGUMENTS = {
-    "dropout": "a map that a kernel never stores has no dropout; leave it out",
-    "bias": "projections have no bias; leave it out",
-    "batch_first": "hidden states are (batch, length, width); leave it out",
-    "kdim": "a context has the width of the hidden states; project it before",
-    "vdim": "a context has the width of the hidden states; project it before",
-}
 
 
 class AttentionConfig(Protocol):
@@ -279,9 +264,8 @@ class Attention(nn.Module):
     )
 
     def __new__(cls, *_: Any, **arguments: Any) -> Self:
-        """Refuse the arguments of nn.MultiheadAttention by name, with what this layer has instead."""
-        for name in arguments.keys() & THEIR_ARGUMENTS.keys():
-            raise ConfigError(f"{name} is not an argument of {cls.__name__}: {THEIR_ARGUMENTS[name]}")
+        """Refuse the arguments of other layers by name, with what this layer has instead."""
+        check_arguments(cls, Attention, arguments)
         return super().__new__(cls)
 
     def __init__(
@@ -517,9 +501,7 @@ class Attention(nn.Module):
                 "and in place of an nn.TransformerEncoderLayer use DifferentialEncoderLayer"
             )
         if restrictions is None:
-            for name in keywords.keys() - set(Restrictions._fields):
-                ours = THEIR_KEYWORDS.get(name, f"choose among {', '.join(Restrictions._fields)} and need_map")
-                raise ConfigError(f"{name} is not a keyword of {type(self).__name__}: {ours}")
+            check_keywords(type(self), Restrictions._fields, keywords)
             restrictions = Restrictions(is_causal=is_causal, **keywords)
         elif keywords:
             raise ConfigError(f"{', '.join(keywords)} and restrictions were given together; pass one of the two")
