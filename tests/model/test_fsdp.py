@@ -1,4 +1,4 @@
-"""FSDP2 and DDP over two gloo processes train as one process on the whole batch, compiled layers too."""
+"""FSDP and DDP over two gloo processes train as one process on the whole batch, compiled layers too."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support import fresh, fsdp_steps
+from tests.support.tiny_models import tiny
 
 WORLD = 2
 
@@ -47,3 +48,26 @@ def test_mixed_precision(two_processes):
     assert losses != exact
     assert losses == pytest.approx(exact, rel=0.1)
     assert all(norm > 0 and math.isfinite(norm) for _, norm, _ in two_processes["diff, bf16"])
+
+
+@pytest.mark.parametrize("attention_type", ["diff", "softmax"])
+def test_fsdp1_takes_a_model_in_bf16(attention_type, two_processes):
+    """It flattens the parameters of a layer, which then have one dtype; the same steps as without it."""
+    plain, flat = two_processes[f"FSDP1, {attention_type}"]
+    assert flat[0] == plain[0]
+    assert flat == pytest.approx(plain, rel=2**-7)
+    assert plain[2] < 0.9 * plain[0]
+
+
+def test_lambda_is_computed_in_fp32_from_what_fsdp1_holds(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for form in ("layer", "head", "scalar"):
+        layer = tiny(lambda_form=form).to(torch.bfloat16).model.layers[1].self_attn
+        assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+        found, exact = layer.lam(), layer.double().lam()
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+        monkeypatch.setenv("FSDP_VERSION", "2")
+        kept = tiny(lambda_form=form).to(torch.bfloat16).model.layers[1].self_attn
+        assert {p.dtype for name, p in kept.named_parameters() if "lambda" in name} == {torch.float32}
+        monkeypatch.delenv("FSDP_VERSION")

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from difftransformer.model.modeling import DecoderLayer
 from difftransformer.model.nll import summed_nll
 from tests.support.tiny_models import tiny, tokens
 
@@ -69,6 +71,26 @@ def train(name, rank, world):
     return steps
 
 
+def flattened(attention_type):
+    """Return a bf16 model's loss after each of two steps, of plain PyTorch and of FSDP1; all processes see all rows."""
+    losses = []
+    for wraps in (False, True):
+        model = tiny(attention_type=attention_type).train().to(torch.bfloat16)
+        if wraps:
+            policy, device = ModuleWrapPolicy({DecoderLayer}), torch.device("cpu")
+            model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        ids = tokens(4, 16)
+        losses.append([])
+        for _ in range(3):
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    return losses
+
+
 def vocabulary_parallel(world):
     """Return the loss, and the gradients of hidden states and of the head, whose rows are divided over the ranks."""
     draw = torch.Generator().manual_seed(0)
@@ -91,6 +113,9 @@ def main():
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=world)
     results = {name: train(name, rank, world) for name in CASES}
     results["vocabulary parallel"] = vocabulary_parallel(world)
+    if world > 1:
+        os.environ["ACCELERATE_USE_FSDP"] = "true"  # as accelerate says it
+        results |= {f"FSDP1, {name}": flattened(name) for name in ("diff", "softmax")}
     if rank == 0:
         print(json.dumps(results), flush=True)
     if world > 1:

@@ -10,6 +10,7 @@ query, E value width, M model width.
 """
 
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -244,8 +245,8 @@ class Attention(nn.Module):
         description: The variant in a few words, for model cards.
         tags: Tags of a model card.
         config_options: Fields that the variant adds to a model's configuration.
-        fp32_parameters: Names of parameters that stay in fp32 whatever dtype the model is loaded in; the optimizer of
-            `difftransformer.train` takes them for vectors, of whatever shape, which do not decay.
+        fp32_parameters: Names of parameters that stay in fp32 whatever dtype the model is loaded in (see `kept_in_fp32`); the
+            optimizer of `difftransformer.train` takes them for vectors, of whatever shape, which do not decay.
         can_upcycle: Whether a layer can start as a pretrained Transformer's, computing the same function.
         context_group: The processes that share each sequence, if more than this one: hidden states are then consecutive parts
             of it, while restrictions describe the whole, and each process attends with some of the heads.
@@ -267,6 +268,15 @@ class Attention(nn.Module):
         """Refuse the arguments of other layers by name, with what this layer has instead."""
         check_arguments(cls, Attention, arguments)
         return super().__new__(cls)
+
+    @classmethod
+    def kept_in_fp32(cls) -> tuple[str, ...]:
+        """Return `fp32_parameters`, or none of them under FSDP1, which flattens the parameters of a layer to one tensor.
+
+        accelerate and transformers name it in the environment. What is computed with these parameters is computed in fp32.
+        """
+        fsdp, version = os.environ.get("ACCELERATE_USE_FSDP", ""), os.environ.get("FSDP_VERSION", "1")
+        return () if fsdp.lower() == "true" and version == "1" else cls.fp32_parameters
 
     def __init__(
         self,

@@ -162,13 +162,14 @@ class Differential(NormedAttention):
         self.lambda_init = lambda_init(layer_index) if chosen.lambda_init is None else chosen.lambda_init
         value, scale = chosen.constants(layer_index)
         self.add_constants(lambda_value=value)
+        wide = torch.float32 if self.kept_in_fp32() else None
         if chosen.lambda_form in ("layer", "head"):
             shape = (layout.head_dim,) if chosen.lambda_form == "layer" else (num_heads, layout.head_dim)
             for name in LAMBDA_VECTORS:
-                setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
+                setattr(self, name, nn.Parameter(torch.empty(shape, dtype=wide)))
         elif chosen.lambda_form == "scalar":
             # Not of 0 dimensions, which FSDP cannot shard.
-            self.lambda_offset = nn.Parameter(torch.empty(1, dtype=torch.float32))
+            self.lambda_offset = nn.Parameter(torch.empty(1, dtype=wide))
         elif chosen.lambda_form == "token":
             self.lambda_proj = nn.Linear(embed_dim, num_heads, bias=False)
         self.add_head_norm(chosen.head_norm or "none", eps=head_norm_eps, scale=scale)
@@ -304,7 +305,7 @@ class Differential(NormedAttention):
 
     def init_own_parameters(self, normal_: Any = nn.init.normal_) -> None:
         """Draw the lambda vectors from N(0, LAMBDA_STD^2), and let lambda_offset be 0."""
-        for name, tensor in self._wide_parameters().items():
+        for name, tensor in self._own_parameters(self.fp32_parameters).items():
             normal_(tensor, mean=0.0, std=0.0 if name == LAMBDA_OFFSET else LAMBDA_STD)
 
     def lam(self) -> Tensor | None:
@@ -335,14 +336,15 @@ class Differential(NormedAttention):
         assert lam is not None
         return lam
 
-    def _wide_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: getattr(self, name) for name in self.fp32_parameters if hasattr(self, name)}
+    def _own_parameters(self, names: tuple[str, ...]) -> dict[str, nn.Parameter]:
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `.to(bfloat16)` reaches parameters here; the lambdas follow to another device but are never narrowed below fp32.
-        before = [tensor.detach() for tensor in self._wide_parameters().values()]
+        names = self.kept_in_fp32()
+        before = [tensor.detach() for tensor in self._own_parameters(names).values()]
         super()._apply(fn, recurse)
-        for vector, kept in zip(self._wide_parameters().values(), before, strict=True):
+        for vector, kept in zip(self._own_parameters(names).values(), before, strict=True):
             if vector.dtype in LOW_PRECISION:
                 vector.data = kept.to(vector.device, torch.float32)
                 if vector.grad is not None:

@@ -178,7 +178,7 @@ class _DifferentialModel(CardedModel):
                 own._is_hf_initialized = not own.is_meta  # drawn already, and a seed gives them once
             make_differential(layer, differential)
         there = {name.rpartition(".")[2] for name, _ in self.named_parameters()}
-        kept = set(self._keep_in_fp32_modules_strict or ()) | (set(config.attention.fp32_parameters) & there)
+        kept = set(self._keep_in_fp32_modules_strict or ()) | (set(config.attention.kept_in_fp32()) & there)
         self._keep_in_fp32_modules_strict = sorted(kept)
         self.post_init()
         self._check_and_adjust_attn_implementation(config._attn_implementation)

@@ -113,7 +113,7 @@ class DiffTransformerPreTrainedModel(CardedModel):
     def post_init(self) -> None:
         """Finish the initialisation as `PreTrainedModel.post_init` does, with the parameters that stay in fp32."""
         there = {name.rpartition(".")[2] for name, _ in self.named_parameters()}
-        self._keep_in_fp32_modules_strict = [name for name in self.config.attention.fp32_parameters if name in there]
+        self._keep_in_fp32_modules_strict = [name for name in self.config.attention.kept_in_fp32() if name in there]
         super().post_init()
 
     def initialize_weights(self) -> None:
