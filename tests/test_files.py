@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 from difftransformer.errors import FolderInUse
 from difftransformer.files import locked, naming, write_atomically
+from tests.support.full_disk import room
 
 # A holder of its own: it knows nothing of the package but the file's name and how a holder writes itself into it.
 HOLDER = """
@@ -109,20 +109,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
     assert f"{tmp_path}: this file system has no locks; use the folder in one process at a time" in caplog.text
 
 
-@pytest.fixture
-def no_room():
-    """No file may grow beyond 4 KiB: what a full disk does, for one process."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def copy(path):
-    (path.parent / "source").write_bytes(b"x" * 4096)
-    with (path.parent / "source").open("ab", buffering=0) as file:
-        os.truncate(file.fileno(), 4096)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with room(8192):
+        (path.parent / "source").write_bytes(b"x" * 8192)
     shutil.copyfile(path.parent / "source", path)
 
 
@@ -135,10 +124,11 @@ WRITERS = {
 
 @pytest.mark.parametrize("of_a_folder", [False, True])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_an_error_names_the_file_that_was_written(tmp_path, no_room, writer, of_a_folder):
+def test_an_error_names_the_file_that_was_written(tmp_path, writer, of_a_folder):
     path = tmp_path / "model.safetensors"
+    of = tmp_path if of_a_folder else path
     (tmp_path / "older").touch()
-    with pytest.raises(OSError, match="File too large") as caught, naming(tmp_path if of_a_folder else path):
+    with pytest.raises(OSError, match="File too large") as caught, room(4096), naming(of):
         WRITERS[writer](path)
     assert caught.value.filename == str(path)
     assert caught.value.errno == errno.EFBIG

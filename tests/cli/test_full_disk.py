@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +15,13 @@ from difftransformer.data import byte_tokenizer
 from difftransformer.files import locked
 from difftransformer_lab.cli.main import main
 from tests.support import fresh, tiny_folders
+from tests.support.full_disk import room
 
 
-@pytest.fixture
-def room(monkeypatch):
-    """room(bytes): no file may grow beyond that size, which is what a full disk does to one process."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a module compiled now would be cut off, and stay so
-
-    def limit(bytes_):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+@pytest.fixture(autouse=True)
+def no_bytecode(monkeypatch):
+    """A module compiled while there is no room would be cut off, and stay so."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 @pytest.fixture
@@ -73,11 +66,10 @@ WRITES = [
 
 
 @pytest.mark.parametrize(("name", "bytes_", "file"), WRITES)
-def test_the_file_is_named(commands, tmp_path, room, capsys, name, bytes_, file):
+def test_the_file_is_named(commands, tmp_path, capsys, name, bytes_, file):
     words = [*map(str, commands[name]), str(tmp_path / "out")]
-    room(bytes_)
-    status = main(words)
-    room(resource.RLIM_INFINITY)
+    with room(bytes_):
+        status = main(words)
     error = capsys.readouterr().err
     assert status == 2
     assert error.count("\n") == 1
@@ -89,7 +81,7 @@ def test_the_file_is_named(commands, tmp_path, room, capsys, name, bytes_, file)
 
 
 @pytest.mark.slow
-def test_a_study_keeps_what_is_finished_and_goes_on(commands, tmp_path, room, capsys, monkeypatch):
+def test_a_study_keeps_what_is_finished_and_goes_on(commands, tmp_path, capsys, monkeypatch):
     words, out = [*map(str, commands["study"]), str(tmp_path / "out")], tmp_path / "out"
 
     def finish(*more):
@@ -102,9 +94,8 @@ def test_a_study_keeps_what_is_finished_and_goes_on(commands, tmp_path, room, ca
     records = {path: path.read_bytes() for path in out.rglob("*-seed0-*.json")}
     assert len(records) == 2
     capsys.readouterr()
-    room(3000)
-    status = main([*words, "--seeds", "2"])
-    room(resource.RLIM_INFINITY)
+    with room(3000):
+        status = main([*words, "--seeds", "2"])
     error = capsys.readouterr().err
     assert status == 2
     said = r"difftransformer study: .*, seed 1: .*cannot be written \(model.safetensors: File too large\).*\n"
@@ -143,9 +134,8 @@ def test_metrics_that_cannot_be_written(toy_file, tmp_path, monkeypatch, capsys)
     assert capsys.readouterr().err == f"difftransformer train: {line}"
 
 
-def test_a_lock_needs_no_room(tmp_path, room):
-    room(0)
-    with locked(tmp_path / "run"):
+def test_a_lock_needs_no_room(tmp_path):
+    with room(0), locked(tmp_path / "run"):
         assert (tmp_path / "run" / ".lock").stat().st_size == 0
     assert not (tmp_path / "run").exists()
 
