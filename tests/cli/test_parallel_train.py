@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -58,6 +61,45 @@ def test_processes_have_time_to_save(monkeypatch, set_before, seconds):
     (config,) = asked
     assert config.shutdown_timeout == seconds
     assert set(config.signals_to_handle.split(",")) == {"SIGTERM", "SIGINT"}
+
+
+LAUNCHER = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=sys.stdout).pid, flush=True)
+time.sleep(300)
+"""
+SCRIPT = """
+from difftransformer.train.parallel import joined
+print("meets", flush=True)
+with joined("cpu"):
+    pass
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
+@pytest.mark.parametrize("by", ["command", "script"])
+def test_a_killed_launcher_is_not_waited_for(toy_file, tmp_path, by):
+    """A process that waits for another, which never comes, at a port where nothing listens."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    command = ["-m", "difftransformer_lab", "train", toy_file, "--out", tmp_path / "run"]
+    words = map(str, command if by == "command" else ["-c", SCRIPT])
+    options = {"stdout": subprocess.PIPE, "text": True, "env": os.environ | where}
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, *words], **options)
+    member = Path(f"/proc/{launcher.stdout.readline().strip()}")
+
+    def runs():
+        return member.exists() and (member / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+    if by == "script":
+        assert launcher.stdout.readline() == "meets\n"
+    time.sleep(1.5)  # the command has begun, and imports torch
+    assert runs()
+    launcher.kill()
+    wait_until(lambda: not runs())
+    launcher.communicate()
 
 
 @pytest.mark.slow(minutes=2)

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -497,7 +496,6 @@ def _signals(processes: Processes) -> Iterator[Callable[[], int]]:
     torchrun, and torchrun kills them if they do not end.
     """
     received: list[int] = []
-    parent = os.getppid()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if received and processes.count == 1:
@@ -506,8 +504,6 @@ def _signals(processes: Processes) -> Iterator[Callable[[], int]]:
 
     def status() -> int:
         own = max((EXIT_REQUEUE if number == signal.SIGTERM else EXIT_INTERRUPTED for number in received), default=0)
-        if processes.count > 1 and os.getppid() != parent:  # torchrun has been killed
-            own = own or EXIT_REQUEUE
         return processes.largest(own)
 
     numbers = (signal.SIGINT, signal.SIGTERM)

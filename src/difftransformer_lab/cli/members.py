@@ -19,7 +19,7 @@ from difftransformer.errors import (
     DiffTransformerError,
     FailedElsewhere,
 )
-from difftransformer.torchrun import started_by_torchrun, world_size
+from difftransformer.torchrun import end_with_launcher, started_by_torchrun, world_size
 
 from .arguments import check_device, check_positive
 from .console import console
@@ -47,6 +47,8 @@ def run_together(
         if (count or 1) > 1:
             check_device(device)
             return launch(count or 1, sys.argv[1:])
+    elif world_size() > 1:
+        end_with_launcher()  # not only from `joined` on, since what it imports takes seconds
     from difftransformer.train.parallel import joined
 
     if count not in (None, started := world_size()):

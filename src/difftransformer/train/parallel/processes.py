@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import ConfigError, DiffTransformerError, FailedElsewhere
 from ...files import locked
-from ...torchrun import world_size
+from ...torchrun import end_with_launcher, world_size
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ ALONE = Processes()
 
 @contextmanager
 def joined(device: str) -> Iterator[Processes]:
-    """Meet the other processes that torchrun has started, if there are any.
+    """Meet the other processes that torchrun has started, if there are any; if torchrun is killed, this one gets SIGTERM.
 
     Args:
         device: "cpu" for gloo, or "cuda" for NCCL and one GPU for each process of a machine.
@@ -124,6 +124,7 @@ def joined(device: str) -> Iterator[Processes]:
     if count == 1:
         yield Processes(device=device)
         return
+    end_with_launcher()
     rank, place = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     lacks_gpu = device == "cuda" and place >= torch.cuda.device_count()
     if device == "cuda" and not lacks_gpu:
