@@ -94,6 +94,36 @@ def test_peaked_maps_are_as_exact_as_torchs(queries, spread):
         assert error <= 2 * max(their_error, 1e-5)
 
 
+@pytest.mark.parametrize("queries", [1, 4, 16])
+def test_sums_over_many_keys_are_as_exact_as_torchs(queries):
+    """By the rule of low precision, in fp32: at most twice the error of eager PyTorch, or 16 units of the largest number.
+
+    Scores and their powers cost these units. Added one after the other, 16,384 keys cost 10 times as much, where PyTorch
+    adds sums of parts.
+    """
+    case = Case("long", H=2, G=2, T=queries, S=16_384, D=64, E=64, lam="scalar", kwargs=CAUSAL)
+    inputs = case.inputs()
+
+    def results(attend, dtype):
+        *operands, grad = (one.detach().to(dtype).requires_grad_() for one in inputs)
+        out = attend(*operands)
+        return [out, *torch.autograd.grad(out, operands[:3], grad)]
+
+    def eager(query, key, value, lam):
+        seen = torch.ones(queries, case.S, dtype=torch.bool).tril(case.S - queries)
+        maps = [
+            (q @ k.mT * case.D**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+            for q, k in zip(query.chunk(2, -1), key.chunk(2, -1), strict=True)
+        ]
+        return (maps[0] - lam * maps[1]) @ value
+
+    right = results(eager, torch.float64)
+    found, torchs = results(op(case, "cpu"), torch.float32), results(eager, torch.float32)
+    for own, theirs, exact in zip(found, torchs, right, strict=True):
+        error, allowed = ((one - exact).abs().max() / exact.abs().max() for one in (own, theirs))
+        assert error <= max(2 * allowed, 16 * torch.finfo(torch.float32).eps)
+
+
 def test_the_kernels_round_once():
     """The head is normalised before it is rounded: the fused pass differs from the fp32 result by that rounding alone."""
     case = Case("x", B=2, H=4, T=65, S=65, D=16, E=32, kwargs={"is_causal": True})

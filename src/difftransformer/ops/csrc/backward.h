@@ -61,12 +61,8 @@ inline void differentiate(float* const* p, float* dp, const Tile& tile, const Bl
                           float exponent, float* const* lse, float* const* d, float* const* total) {
   const int64_t lanes = block.lanes;
   for (int64_t i = tile.lane; i < tile.lane + tile.lanes; i += W) {
-    Vec norm[maps], sum[maps], whole[maps];
-    for (int m = 0; m < maps; m++) {
-      norm[m] = load(lse[m] + i);
-      sum[m] = load(d[m] + i);
-      whole[m] = load(total[m] + i);
-    }
+    Vec norm[maps], sum[maps] = {}, whole[maps] = {};
+    for (int m = 0; m < maps; m++) norm[m] = load(lse[m] + i);
     for (int64_t r = 0; r < tile.rows; r++) {
       const int64_t at = r * lanes + i;
       Vec g = load(dp + at);
@@ -85,8 +81,8 @@ inline void differentiate(float* const* p, float* dp, const Tile& tile, const Bl
       }
     }
     for (int m = 0; m < maps; m++) {
-      store(d[m] + i, sum[m]);
-      store(total[m] + i, whole[m]);
+      store(d[m] + i, load(d[m] + i) + sum[m]);
+      store(total[m] + i, load(total[m] + i) + whole[m]);
     }
   }
 }

@@ -35,7 +35,7 @@ inline void soften(float* scores, const Tile& tile, const Block& block, const in
       top = (top < score) ? score : top;
     }
     top = (top < before) ? before : top;
-    Vec total = load(sum + i) * exp2<5>((before - top) * exponent);
+    Vec total{};
     for (int64_t r = 0; r < rows; r++) {
       Vec p = exp2<degree>((load(column + r * lanes) - top) * exponent);
       if constexpr (masked) p = kept(r) ? p : Vec{};
@@ -44,7 +44,9 @@ inline void soften(float* scores, const Tile& tile, const Block& block, const in
     }
     store(maximum + i, top);
     store(reference + i, top);
-    store(sum + i, total);
+    // The approximation of 2^0 is not 1 to the last bit, which many tiles would add up.
+    const Vec factor = (before == top) ? splat(1.f) : exp2<5>((before - top) * exponent);
+    store(sum + i, load(sum + i) * factor + total);
   }
 }
 

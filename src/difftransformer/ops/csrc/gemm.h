@@ -33,14 +33,7 @@ struct Bf16 {
 template <class Type, int rows, int vectors, bool ByColumn, bool partial>
 inline void micro(int64_t K, const typename Type::Unit* A, int64_t a_stride, const typename Type::Unit* B,
                   int64_t b_stride, float* C, int64_t c_stride, bool accumulate, int tail) {
-  Vec sum[rows][vectors];
-#pragma GCC unroll 16
-  for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-    for (int j = 0; j < vectors; j++) {
-      float* c = C + i * c_stride + j * W;
-      sum[i][j] = !accumulate ? Vec{} : (partial && j == vectors - 1) ? load(c, tail) : load(c);
-    }
+  Vec sum[rows][vectors] = {};
 #pragma GCC unroll 2
   for (int64_t k = 0; k < K; k++) {
     Vec b[vectors];
@@ -61,10 +54,11 @@ inline void micro(int64_t K, const typename Type::Unit* A, int64_t a_stride, con
 #pragma GCC unroll 4
     for (int j = 0; j < vectors; j++) {
       float* c = C + i * c_stride + j * W;
+      // C is added last: a sum over many keys is one of the tiles' sums, with an error that grows more slowly.
       if (partial && j == vectors - 1)
-        store(c, sum[i][j], tail);
+        store(c, accumulate ? load(c, tail) + sum[i][j] : sum[i][j], tail);
       else
-        store(c, sum[i][j]);
+        store(c, accumulate ? load(c) + sum[i][j] : sum[i][j]);
     }
 }
 
