@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import difftransformer
 from difftransformer.attention import VARIANTS
 from difftransformer.ops import inverse_frequencies, rotary_tables
+from difftransformer.train import MuonWithAdamW, muon_parameter_groups
 
 ARMS = ("softmax", "diff", "diff_v2", "xsa", "gate", "softmax_norm")
 VALID_SHARE = 0.05  # of the text, its end
@@ -113,21 +114,9 @@ def rows(ids: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     return window[:, :-1], window[:, 1:]
 
 
-def muon_parameter_groups(model: Model) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the matrices of the layers, and all other parameters."""
-    matrices = [p for name, p in model.blocks.named_parameters() if p.dim() == 2 and name.endswith("weight")]
-    chosen = set(matrices)
-    return matrices, [p for p in model.parameters() if p not in chosen]
-
-
-def optimizers(model: Model, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    matrices, others = muon_parameter_groups(model)
-    muon = torch.optim.Muon(matrices, lr=args.rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, lr=args.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    for optimizer in (muon, adamw):
-        for group in optimizer.param_groups:
-            group["peak"] = group["lr"]
-    return [muon, adamw]
+def optimizer_of(model: Model, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """Return Muon for the matrices of layers and AdamW for the rest."""
+    return MuonWithAdamW(muon_parameter_groups(model), lr=args.rate, weight_decay=0.01)
 
 
 def share_of_peak(done: float) -> float:
@@ -140,15 +129,14 @@ def precision(device: str) -> torch.autocast:
     return torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
 
 
-def step_of(model: Model, opts: list[torch.optim.Optimizer], batch: tuple[Tensor, Tensor], share: float) -> Tensor:
+def step_of(model: Model, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], rate: float) -> Tensor:
     with precision(batch[0].device.type):
         loss = model(*batch)
     loss.backward()
-    for optimizer in opts:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * share
-        optimizer.step()
-        optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
     return loss.detach()
 
 
@@ -165,14 +153,14 @@ def held_out_loss(model: Model, ids: Tensor, args: argparse.Namespace) -> float:
 def train(kind: str, seed: int, steps: int, train_ids: Tensor, valid_ids: Tensor, args: argparse.Namespace) -> dict:
     """Train one model and return its figures. Arms of one seed see the same rows in the same order."""
     model = build(kind, args, seed)
-    opts = optimizers(model, args)
+    optimizer = optimizer_of(model, args)
     order = torch.Generator().manual_seed(1000 + seed)
     size = args.batch // args.context
     begun = time.perf_counter()
     for step in range(steps):
         starts = torch.randint(len(train_ids) - args.context - 1, (size,), generator=order)
         batch = rows(train_ids, starts.to(args.device, non_blocking=True), args.context)
-        step_of(model, opts, batch, share_of_peak(step / steps))
+        step_of(model, optimizer, batch, args.rate * share_of_peak(step / steps))
     loss = held_out_loss(model.eval(), valid_ids, args)
     parameters = sum(p.numel() for p in model.parameters())
     seconds = time.perf_counter() - begun
@@ -184,13 +172,13 @@ def step_seconds(args: argparse.Namespace, train_ids: Tensor) -> dict[str, float
     size = args.batch // args.context
     batch = rows(train_ids, torch.arange(size, device=args.device) * args.context, args.context)
     models = {kind: build(kind, args, 0) for kind in args.attention}
-    opts = {kind: optimizers(model, args) for kind, model in models.items()}
+    optimizers = {kind: optimizer_of(model, args) for kind, model in models.items()}
     taken: dict[str, list[float]] = {kind: [] for kind in models}
     for turn in range(-2, args.timed):
         for kind, model in models.items():
             begun = time.perf_counter()
             for _ in range(5 if turn >= 0 else 1):
-                step_of(model, opts[kind], batch, 1e-3)
+                step_of(model, optimizers[kind], batch, 1e-5)
             if args.device == "cuda":
                 torch.cuda.synchronize()
             if turn >= 0:

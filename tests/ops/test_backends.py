@@ -318,7 +318,7 @@ def test_a_backend_is_one_record_and_one_row(monkeypatch):
 
 
 def test_a_compiled_call_takes_the_backend():
-    """In torch 2.11 and 2.12, torch.compile takes torch.compiler.is_exporting() for true."""
+    """In torch 2.11, torch.compile takes torch.compiler.is_exporting() for true."""
     targets = []
 
     def collect(graph, inputs):

@@ -95,7 +95,7 @@ def run(call: Call) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
-    """Whether torch.export traces. In torch.compile, torch 2.11 and 2.12 replace PyTorch's function by True."""
+    """Whether torch.export traces. In torch.compile, torch 2.11 replaces PyTorch's function by True."""
     return torch.compiler.is_exporting()
 
 

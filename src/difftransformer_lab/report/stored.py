@@ -39,7 +39,10 @@ def beside_table(run: Studied, stored: Studied) -> Table:
                 statistic = other.statistic
                 cells = [fixed(one, 3) for one in (own.statistic.mean, statistic.mean, statistic.standard_error)]
                 rows.append([f"{figure.label}, {figure.unit}", arm.label, *cells])
-    notes = ["Stored: trained earlier, on another machine; mean \u00b1 standard error over its seeds."]
+    notes = [
+        "Stored: trained earlier, on another machine and on text a third of whose held-out lines were tables; losses do not "
+        "compare. Mean \u00b1 standard error over its seeds."
+    ]
     return Table("beside", "This run and the stored result", groups, rows, notes)
 
 
