@@ -88,8 +88,8 @@ PAIR = {"recipe": "demo", "out": None, "seeds": None, "set": None}
     ("train", RUN | {"dry_run": True}, "train demo"),
     (
         "train",
-        RUN | {"dry_run": True, "set": ["training.steps=5", "name=mine"], "seed": 3, "out": "a b", "page": True},
-        "train demo --out 'a b' --seed 3 --set training.steps=5 --set name=mine --page",
+        RUN | {"dry_run": True, "set": ["training.steps=5", "name=mine"], "seed": 3, "out": "a b"},
+        "train demo --out 'a b' --seed 3 --set training.steps=5 --set name=mine",
     ),
     ("plan", {"recipe": "paper-3b", "set": ["training.steps=5"]}, "train paper-3b --set training.steps=5"),
     ("compare", PAIR, "compare demo --seeds 5"),

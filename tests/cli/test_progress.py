@@ -176,3 +176,9 @@ def test_parts_of_the_work_are_reported_as_one():
     assert told == [(1, 4, "checking, a"), (2, 4, "checking"), (3, 4, "checking, a"), (4, 4, "checking")]
     with part(0, 1):
         report(1, 2)  # without a listener
+
+
+def test_a_small_curve_is_high_where_the_loss_is():
+    assert progress.small_curve([8.0, 4.5, 1.0]) == "\u2588\u2585\u2581"
+    assert progress.small_curve([2.0]) == "\u2581"
+    assert len(progress.small_curve([float(i) for i in range(100)])) == 12

@@ -15,7 +15,6 @@ def run(
     jobs: int | None = None,
     set: list[str] | None = None,
     no_costs: bool = False,
-    page: bool = False,
 ) -> int:
     """Compare a model with its same-size twin.
 
@@ -25,7 +24,6 @@ def run(
         seeds: Number of seeds in place of the recipe's.
         jobs: Runs that train at the same time, in place of the recipe's; each gets an equal share of the threads.
         no_costs: Leave out time and memory, measured at the end.
-        page: While it trains, keep a page of the losses, index.html, that a browser loads anew by itself.
     """
     read_recipe(recipe)
     from difftransformer.ops import build
@@ -40,6 +38,6 @@ def run(
     folder = Path(out or f"reports/{loaded.name}")
     build.load()  # here, where its line is seen, and not in a run
     with locked(folder):
-        with training_shown(loaded.name, folder if page else None):
+        with training_shown(loaded.name):
             compare(loaded, folder, costs=not no_costs)
         return show_study(read_studies(folder)[0], folder, "compare")

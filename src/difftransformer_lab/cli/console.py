@@ -3,8 +3,8 @@
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -89,10 +89,6 @@ class Gaps:
         return EXIT_ERROR if self.count else 0
 
 
-when_ended: list[Callable[[bool], None]] = []
-"""What `resumable` calls when its block has ended, with whether it ended well."""
-
-
 @contextmanager
 def resumable(saved: str = "") -> Iterator[None]:
     """Raise KeyboardInterrupt with the command that continues the work, if the block is interrupted.
@@ -102,17 +98,10 @@ def resumable(saved: str = "") -> Iterator[None]:
     """
     from difftransformer.train import Interrupted
 
-    when_ended.clear()
-    is_well = False
     try:
         yield
-        is_well = True
     except (Interrupted, KeyboardInterrupt) as stop:
         command = shlex.join(["difftransformer", *sys.argv[1:]])
         interruption = KeyboardInterrupt(f"{saved or stop}. Continue with: {command}")
         interruption.status = getattr(stop, "status", EXIT_INTERRUPTED)  # type: ignore[attr-defined]
         raise interruption from None
-    finally:
-        with nullcontext() if is_well else suppress(OSError):  # such as a full disk, which ended the block
-            for call in when_ended:
-                call(is_well)

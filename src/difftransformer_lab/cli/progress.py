@@ -20,14 +20,11 @@ from rich.text import Text
 
 from difftransformer.progress import shown_by, titled
 
-from .console import console, resumable, when_ended
+from .console import console, resumable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from difftransformer.train.metrics import Metrics
 
-    from ..report.live import LivePage
     from ..studies import Job
 
 EVALUATION_SHARE = 0.2  # what evaluating a run of the demo takes, as a share of its training
@@ -183,23 +180,11 @@ def _reached(job: "Job", step: int) -> str:
     return f"{loss:.3f}" + ("" if accuracy is None else f" and {accuracy:.0%}")
 
 
-def _live_page(folder: "Path | None", title: str) -> "LivePage | None":
-    if folder is None:
-        return None
-    from ..report.live import LivePage
+def watch_steps(progress: Progress, label: str, steps: int) -> "Callable[[Metrics], None]":
+    """Return a callback that draws one run as a bar."""
+    from difftransformer.train.metrics import StepMetrics
 
-    page = LivePage(folder, title)
-    when_ended.append(page.stop)
-    return page
-
-
-def watch_steps(
-    progress: Progress, label: str, steps: int, folder: "Path | None" = None
-) -> "Callable[[Metrics], None]":
-    """Return a callback that draws one run as a bar, and keeps the page of its folder if one is given."""
-    from difftransformer.train.metrics import METRICS_FILE, StepMetrics
-
-    page, bars = _live_page(folder, label), Bars(progress)
+    bars = Bars(progress)
     bars.update(label, 0, steps, "", started=False, loss="")  # a run that goes on does not begin at step 0
 
     def on_metrics(metrics: "Metrics") -> None:
@@ -208,36 +193,16 @@ def watch_steps(
             line = f"{label}: step {metrics.step} of {steps}, {loss}, {speed}"
             words = f"{bars.loss_words(label, metrics.step, metrics.loss_nats)} {speed}"
             bars.update(label, metrics.step, steps, line, loss=words)
-        if page is not None:
-            page.update({label: (page.folder / METRICS_FILE, steps)}, int(metrics.step >= steps), 1)
 
     return on_metrics
 
 
-def with_page(
-    watch: "Callable[[Sequence[Job]], None]", folder: "Path | None", title: str
-) -> "Callable[[Sequence[Job]], None]":
-    """Return a callback that also keeps the page of jobs in a folder, those that are running first; None for no page."""
-    if (page := _live_page(folder, title)) is None:
-        return watch
-    from difftransformer.train.metrics import METRICS_FILE
-
-    def watch_both(jobs: "Sequence[Job]") -> None:
-        watch(jobs)
-        shown = sorted((job for job in jobs if job.process is not None), key=lambda job: (job.done, -job.began))
-        runs = {job.label: (job.folder / METRICS_FILE, job.steps) for job in shown}
-        page.update(runs, sum(job.done for job in jobs), len(jobs))
-
-    return watch_both
-
-
 @contextmanager
-def training_shown(title: str, page_folder: "Path | None" = None) -> Iterator[None]:
-    """Draw the progress of the jobs that the block runs, in a folder's page too if one is given; it can be interrupted."""
+def training_shown(title: str) -> Iterator[None]:
+    """Draw the progress of the jobs that the block runs; it can be interrupted."""
     from ..studies import watched_by
 
-    saved = resumable("stopped; every run is saved")
-    with saved, study_progress() as bars, watched_by(with_page(watch_study(bars, title), page_folder, title)):
+    with resumable("stopped; every run is saved"), study_progress() as bars, watched_by(watch_study(bars, title)):
         yield
 
 

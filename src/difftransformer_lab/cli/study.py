@@ -31,7 +31,6 @@ def run(
     dry_run: bool = False,
     launcher: Literal["processes", "slurm", "local"] = "processes",
     launcher_options: str = "{}",
-    page: bool = False,
 ) -> int:
     """Train the runs of a study that are missing, and write its index.
 
@@ -50,7 +49,6 @@ def run(
         launcher: Where runs compute: in processes of this machine, or by submitit as jobs of Slurm or as local ones. The
             command waits for them, with --jobs at a time, and needs shared folders.
         launcher_options: Parameters of submitit, such as '{timeout_min: 600, slurm_partition: gpu}'.
-        page: While it trains, keep a page of the losses, index.html, that a browser loads anew by itself.
     """
     expected = "a study is a mapping with name, question, recipe, arms and figures"
     read_mapping(study, shipped_recipes("studies"), expected)
@@ -79,7 +77,7 @@ def run(
     if launcher != "processes":
         where = submitting(folder / "submitit", launcher, launcher_options)
     place = folder / whole.index_file.stem
-    with where, locked(folder), training_shown(title, place if page else None):
+    with where, locked(folder), training_shown(title):
         whole.train(folder, at_once=at_once, device=device)
     return show_study(read_studies(whole.index_file)[0], place, "study")
 

@@ -26,7 +26,6 @@ def run(
     set: list[str] | None = None,
     dry_run: bool = False,
     profile: int | None = None,
-    page: bool = False,
 ) -> int:
     """Train one model. A run that was stopped continues from its newest checkpoint.
 
@@ -39,7 +38,6 @@ def run(
         processes: Number of processes of this machine, which the recipe's `parallel` divides. torchrun starts more machines.
         dry_run: Say what would be trained and what is missing, and train nothing.
         profile: Write a trace of this number of steps to RUN/profile, for ui.perfetto.dev.
-        page: While it trains, keep a page of the losses, index.html, that a browser loads anew by itself.
     """
     read_recipe(recipe)
     check_positive(processes=processes, profile=profile)
@@ -48,7 +46,7 @@ def run(
         from ..studies import load_recipe
 
         return _describe(load_recipe(recipe, overrides))
-    return run_together(partial(_train, recipe, overrides, out, threads, profile, page), device, processes)
+    return run_together(partial(_train, recipe, overrides, out, threads, profile), device, processes)
 
 
 def _train(
@@ -57,7 +55,6 @@ def _train(
     out: str | None,
     threads: int | None,
     profile: int | None,
-    page: bool,
     processes: "Processes",
 ) -> int:
     from difftransformer.data import Shards, prepare_shards
@@ -94,7 +91,7 @@ def _train(
             return 0
         was_trained = is_trained(folder, loaded)
         with resumable(), training_progress() as progress:
-            on_metrics = watch_steps(progress, loaded.name, loaded.training.steps, folder if page else None)
+            on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
             train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics, callbacks=callbacks)
     newest, steps = checkpoints(folder)[-1], f"all {loaded.training.steps:,} steps"
     show(f"{'Trained before, ' + steps if was_trained else 'Trained ' + steps}: {newest}")
