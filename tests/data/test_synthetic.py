@@ -127,113 +127,19 @@ def test_training_on_all_tokens_and_on_answers():
     assert not scored[:, 1::2].any()
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.4])
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    ("multi_query", "key_tokens", "value_tokens"), [(True, 3, 3), (False, 3, 3), (True, 2, 4), (True, 4, 2)]
-)
-def test_fuzzy_recall(noise, training, multi_query, key_tokens, value_tokens):
-    """A reader that parses runs of key tokens and of value tokens knows every answer from the context."""
-    ordinary, noises = 15, 4 if noise else 0  # keys are below 7
-    vocab_size = ordinary + noises + (1 if multi_query else 2)
-    padding_token = ordinary + noises
-    options = {"vocab_size": vocab_size, "noise_vocab_size": noises, "noise_share": noise, "length": 128}
-    options |= {"train_on": "answers", "examples": 300, "test_examples": 200, "multi_query": multi_query}
-    options |= {"key_tokens": key_tokens, "value_tokens": value_tokens}
-    inputs, targets = drawn("fuzzy-recall", training=training, **options)
-    assert inputs.shape[1] == 128
-    key_lengths, value_lengths = set(), set()
-    for row, target_row in zip(inputs.tolist(), targets, strict=True):
-        padding = next(place for place, token in enumerate(row) if token != padding_token)
-        assert padding_token not in row[padding:]
-        tokens = [token if token < ordinary else None for token in row]
-        memory, expected, key = {}, [], None
-        place = padding
-        while place < len(row):
-            if tokens[place] is None:
-                key, place = None, place + 1
-                continue
-            stop = place
-            while stop < len(row) and tokens[stop] is not None and (tokens[stop] < 7) == (tokens[place] < 7):
-                stop += 1
-            run = row[place:stop]
-            if run[0] < 7:
-                key = tuple(run)
-                key_lengths.add(len(key))
-            else:
-                known = memory.get(key)
-                if known is not None:
-                    assert list(known)[: len(run)] == run
-                    expected += [(place + index - 1, token) for index, token in enumerate(known)]
-                else:
-                    memory[key] = tuple(run)
-                    value_lengths.add(len(run))
-            place = stop
-        # The last token of the last value is a target alone.
-        if len(memory[key]) == 1:
-            expected.append((len(row) - 1, memory[key][0]))
-        if not multi_query:
-            asks = [place for place, token in enumerate(row) if token == vocab_size - 1]
-            assert asks == [len(row) - len(key) - len(memory[key])]
-            expected = expected[-len(memory[key]) :]
-        assert answers_of(target_row) == expected
-    assert key_lengths == (set(range(1, key_tokens + 1)) if training else {key_tokens})
-    assert value_lengths == set(range(1, value_tokens + 1))
-
-
-def test_selective_copying():
-    """The answers are the tokens that are not blank, in their order, at the blanks after the token that asks."""
-    inputs, targets = drawn("selective-copying", length=64, copied=8, vocab_size=12, test_examples=3000)
-    for row, target_row in zip(inputs.tolist(), targets, strict=True):
-        assert row[55] == 11
-        assert set(row[56:]) == {10}
-        tokens = [token for token in row[:55] if token != 10]
-        assert answers_of(target_row) == list(zip(range(56, 64), tokens, strict=True))
-        assert row[54] != 10  # blanks stand before tokens
-    before = (np.cumsum(inputs[:, :55] != 10, axis=1) == 0).sum(1)  # blanks before the first token
-    assert abs(before.mean() - 47 / 8) < 4 * (47 * 7 / 64 / 3000) ** 0.5  # binomial
-
-
-def test_memorization():
-    """A table of the training answers knows all held-out ones; another seed has another table."""
-    table, other = {}, {}
-    for seed, found in ((3, table), (4, other)):
-        inputs, targets = drawn("memorization", training=True, seed=seed)
-        assert inputs.shape == (256, 32)
-        assert (inputs[:, 1::2] == 255).all()
-        assert (targets[:, 0::2] == -100).all()
-        for key, value in zip(inputs[:, 0::2].ravel().tolist(), targets[:, 1::2].ravel().tolist(), strict=True):
-            assert found.setdefault(key, value) == value
-    assert sorted(table) == list(range(127))
-    assert len(set(table.values())) == 127
-    assert set(table.values()) <= set(range(127, 255))
-    assert table != other
-    inputs, targets = drawn("memorization", seed=3)
-    assert [table[key] for key in inputs[:, 0::2].ravel().tolist()] == targets[:, 1::2].ravel().tolist()
-
-
 def test_published_settings_of_mad():
-    sizes = {name: synthetic_task(f"synthetic:{name}", {}) for name in TASKS if name != "mqar"}
-    found = {name: (task.vocab_size, task.length, task.examples, task.test_examples) for name, task in sizes.items()}
-    assert found == {
-        "recall": (16, 128, 12_800, 1_280),
-        "noisy-recall": (32, 128, 12_800, 1_280),
-        "fuzzy-recall": (16, 128, 12_800, 1_280),
-        "selective-copying": (16, 256, 12_800, 1_280),
-        "memorization": (256, 32, 256, 1_280),
-    }
-    noisy, fuzzy = sizes["noisy-recall"], sizes["fuzzy-recall"]
-    assert (noisy.noise_vocab_size, noisy.noise_share, fuzzy.key_tokens, fuzzy.value_tokens) == (16, 0.2, 3, 3)
-    assert sizes["selective-copying"].copied == 16
+    recall, noisy = (synthetic_task(f"synthetic:{name}", {}) for name in ("recall", "noisy-recall"))
+    assert [(task.vocab_size, task.length, task.examples, task.test_examples) for task in (recall, noisy)] == [
+        (16, 128, 12_800, 1_280), (32, 128, 12_800, 1_280),
+    ]  # fmt: skip
+    assert (noisy.noise_vocab_size, noisy.noise_share) == (16, 0.2)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_examples_are_a_function_of_the_seed_and_held_out_ones_never_train(name):
-    options = {"train": [[16, 2, 300]], "test": [[16, 2, 50]], "vocab_size": 16} if name == "mqar" else {}
-    if name in ("recall", "noisy-recall"):
-        options = {"length": 8, "examples": 500, "test_examples": 50}  # so short that unchecked draws would meet
-    elif name != "mqar":
-        options = {"length": 32, "examples": 200, "test_examples": 50} | ({"copied": 2} if "copy" in name else {})
+    options = {"length": 8, "examples": 500, "test_examples": 50}  # so short that unchecked draws would meet
+    if name == "mqar":
+        options = {"train": [[16, 2, 300]], "test": [[16, 2, 50]], "vocab_size": 16}
     held, again, other = (drawn(name, seed=seed, **options) for seed in (0, 0, 1))
     assert all((one == two).all() for one, two in zip(held, again, strict=True))
     assert (held[0] != other[0]).any()
@@ -243,7 +149,7 @@ def test_examples_are_a_function_of_the_seed_and_held_out_ones_never_train(name)
 
 def test_too_few_different_examples():
     with pytest.raises(DataError, match=r"of 10 training examples are held out however often"):
-        drawn("memorization", training=True, vocab_size=3, length=2, examples=10, test_examples=10)
+        drawn("recall", training=True, vocab_size=2, length=4, examples=10, test_examples=10)
 
 
 @pytest.mark.parametrize(
@@ -261,10 +167,6 @@ def test_too_few_different_examples():
         ("noisy-recall", {"noise_share": 1.0}, "noise_share=1.0"),
         ("recall", {"noise_share": 0.1}, "noise_vocab_size=0"),
         ("recall", {"examples": 0}, "examples=0"),
-        ("fuzzy-recall", {"vocab_size": 6}, "no room for keys of 3"),
-        ("fuzzy-recall", {"length": 18}, "take more than 18"),
-        ("selective-copying", {"length": 33}, "length=33: copying 16 tokens"),
-        ("memorization", {"length": 31}, "even length"),
     ],
 )
 def test_impossible_options(name, options, message):

@@ -1,6 +1,6 @@
 """Synthetic tasks: examples of integers, drawn from a seed, of which some positions are scored.
 
-MQAR is the multi-query associative recall of Zoology (arXiv:2312.04927), and the others are tasks of MAD (arXiv:2403.17844).
+MQAR is the multi-query associative recall of Zoology (arXiv:2312.04927), and the recall tasks are from MAD (arXiv:2403.17844).
 Defaults are the published settings. An example is a row of inputs and, aligned with them, a row of targets: the target at a
 position is what a model should predict there, which need not be the next input, or `IGNORED`.
 
@@ -170,33 +170,7 @@ class MQAR:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MAD:
-    """Settings that tasks of MAD share.
-
-    Attributes:
-        vocab_size: Number of token ids.
-        length: Length of a sequence in tokens.
-        examples: Number of training examples.
-        test_examples: Number of held-out examples.
-    """
-
-    vocab_size: int = 16
-    length: int = 128
-    examples: int = 12_800
-    test_examples: int = 1_280
-
-    def _check(self) -> None:
-        _require(
-            min(self.examples, self.test_examples) >= 1,
-            f"examples={self.examples}, test_examples={self.test_examples}: give at least 1",
-        )
-
-    def _part(self, training: bool, draw: Callable[[Rng, int], Rows], **at: Any) -> list[Part]:
-        return [Part({**at, "length": self.length}, self.examples if training else self.test_examples, draw)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recall(_MAD):
+class Recall:
     """In-context recall of MAD: pairs of a key and a value, in which keys come again with the same value.
 
     Every value after a key that was shown before is an answer, and so is the last token of an example, whose key is drawn from
@@ -205,6 +179,10 @@ class Recall(_MAD):
     MAD may leave an example without any pair if there is much noise, and then fails; here, one pair is always kept.
 
     Attributes:
+        vocab_size: Number of token ids.
+        length: Length of a sequence in tokens.
+        examples: Number of training examples.
+        test_examples: Number of held-out examples.
         noise_vocab_size: Number of the token ids that are noise.
         noise_share: Share of the pairs that are noise.
         multi_query: Whether every repeated key is asked for. Otherwise only the last one is, after a token of its own.
@@ -212,6 +190,10 @@ class Recall(_MAD):
         train_lengths: Lengths of the training examples, of which each has an equal share; `length` alone by default, as in MAD.
     """
 
+    vocab_size: int = 16
+    length: int = 128
+    examples: int = 12_800
+    test_examples: int = 1_280
     noise_vocab_size: int = 0
     noise_share: float = 0.0
     multi_query: bool = True
@@ -219,8 +201,15 @@ class Recall(_MAD):
     train_lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._check()
-        _check_noise(self.noise_share, self.noise_vocab_size)
+        _require(
+            min(self.examples, self.test_examples) >= 1,
+            f"examples={self.examples}, test_examples={self.test_examples}: give at least 1",
+        )
+        _require(
+            0 <= self.noise_share < 1 and self.noise_vocab_size >= (self.noise_share > 0),
+            f"noise_share={self.noise_share}, noise_vocab_size={self.noise_vocab_size}: give a share of at least 0 and "
+            "below 1, and tokens for noise",
+        )
         for length in (self.length, *self.train_lengths):
             _require(length % 2 == 0 and length >= 4, f"length={length}: give an even length of at least 4 tokens")
         _require(
@@ -280,186 +269,12 @@ class NoisyRecall(Recall):
     noise_share: float = 0.2
 
 
-@dataclass(frozen=True, kw_only=True)
-class FuzzyRecall(_MAD):
-    """Fuzzy in-context recall of MAD: as `Recall`, but keys and values are sequences of different tokens.
-
-    Lengths are drawn for each pair. Held-out examples have the longest keys alone. Examples are padded at their start.
-
-    MAD may leave out the pair that is asked for at the end; here it is always in the example, at most two pairs before its end.
-
-    Attributes:
-        key_tokens: Most tokens of a key.
-        value_tokens: Most tokens of a value.
-        noise_vocab_size, noise_share, multi_query, train_on: See `Recall`.
-    """
-
-    key_tokens: int = 3
-    value_tokens: int = 3
-    noise_vocab_size: int = 0
-    noise_share: float = 0.0
-    multi_query: bool = True
-    train_on: Literal["all", "answers"] = "all"
-
-    def __post_init__(self) -> None:
-        self._check()
-        _check_noise(self.noise_share, self.noise_vocab_size)
-        longest = self.key_tokens + self.value_tokens
-        _require(
-            min(self.key_tokens, self.value_tokens) >= 1 and self.length > 3 * longest,
-            f"length={self.length}: keys of {self.key_tokens} and values of {self.value_tokens} tokens (at least 1 each) take "
-            f"more than {3 * longest}",
-        )
-        _require(
-            min(self._ordinary // 2, self._ordinary - self._ordinary // 2) >= max(self.key_tokens, self.value_tokens),
-            f"vocab_size={self.vocab_size}: no room for keys of {self.key_tokens} and values of {self.value_tokens} different "
-            "tokens beside the other tokens",
-        )
-
-    @property
-    def _ordinary(self) -> int:
-        return self.vocab_size - self.noise_vocab_size - 1 - (not self.multi_query)
-
-    def parts(self, seed: int, *, training: bool) -> list[Part]:
-        """See `SyntheticTask`."""
-
-        def draw(rng: Rng, count: int) -> Rows:
-            rows = [self._example(rng, training) for _ in range(count)]
-            tokens, asked = (np.stack(column) for column in zip(*rows, strict=True))
-            return _next_tokens(tokens, asked | (training and self.train_on == "all"))
-
-        return self._part(training, draw, noise_share=self.noise_share)
-
-    def _example(self, rng: Rng, training: bool) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Draw the `length` + 1 tokens of an example, and which of them are answers."""
-        most, ordinary = self.length // 2, self._ordinary
-        key_sizes = rng.integers(1 if training else self.key_tokens, self.key_tokens + 1, size=most).tolist()
-        value_sizes = rng.integers(1, self.value_tokens + 1, size=most).tolist()
-        all_keys = _distinct(rng, most, ordinary // 2, self.key_tokens).tolist()
-        all_values = (ordinary // 2 + _distinct(rng, most, ordinary - ordinary // 2, self.value_tokens)).tolist()
-        keys = [tuple(key[:size]) for key, size in zip(all_keys, key_sizes, strict=True)]
-        values = [tuple(value[:size]) for value, size in zip(all_values, value_sizes, strict=True)]
-        is_noise = (rng.random(most) < self.noise_share).tolist()
-        probe, answer = keys[0], values[0]
-        probe_tokens, longest = len(probe) + len(answer), self.key_tokens + self.value_tokens
-        end = self.length - probe_tokens - longest
-        probe_place = int(rng.integers(min(self.length - 2 * probe_tokens, end - longest + 1)))
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}
-        tokens: list[int] = []
-        asked: list[bool] = []
-        index = 1
-        while len(tokens) < end:
-            if len(tokens) >= probe_place and probe not in known:
-                key, value = probe, answer
-            else:
-                key, value, index = keys[index], values[index], index + 1
-                if is_noise[index - 1]:
-                    noise = rng.integers(self.noise_vocab_size, size=len(key) + len(value))
-                    tokens += (ordinary + noise).tolist()
-                    asked += [False] * len(noise)
-                    continue
-                if key == probe:
-                    value = answer
-            is_known = key in known
-            value = known.setdefault(key, value)
-            tokens += [*key, *value]
-            asked += [False] * len(key) + [is_known and self.multi_query] * len(value)
-        prefix = [] if self.multi_query else [self.vocab_size - 1]
-        tokens += [*prefix, *probe, *answer]
-        asked += [False] * (len(prefix) + len(probe)) + [True] * len(answer)
-        missing = self.length + 1 - len(tokens)
-        pad = self.vocab_size - 1 - (not self.multi_query)
-        return np.array([pad] * missing + tokens), np.array([False] * missing + asked)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectiveCopying(_MAD):
-    """Selective copying of MAD: tokens among blanks, a token that asks for them, and as many blanks, where the answers belong.
-
-    Attributes:
-        copied: Number of tokens to copy.
-    """
-
-    length: int = 256
-    copied: int = 16
-
-    def __post_init__(self) -> None:
-        self._check()
-        _require(
-            self.copied >= 1 and self.length > 2 * self.copied + 1,
-            f"length={self.length}: copying {self.copied} tokens (at least 1) takes more than {2 * self.copied + 1}",
-        )
-        _require(self.vocab_size >= 3, f"vocab_size={self.vocab_size}: give at least 3")
-
-    def parts(self, seed: int, *, training: bool) -> list[Part]:
-        """See `SyntheticTask`."""
-        return self._part(training, self._draw, copied=self.copied)
-
-    def _draw(self, rng: Rng, count: int) -> Rows:
-        blank, ask = self.vocab_size - 2, self.vocab_size - 1
-        tokens = rng.integers(blank, size=(count, self.copied))
-        # Each blank stands before a token that is drawn uniformly.
-        before = rng.integers(self.copied, size=(count, self.length - 2 * self.copied - 1))
-        places = np.arange(self.copied) + (before[:, :, None] <= np.arange(self.copied)).sum(1)
-        inputs = np.full((count, self.length), blank)
-        np.put_along_axis(inputs, places, tokens, axis=1)
-        inputs[:, -self.copied - 1] = ask
-        targets = np.full_like(inputs, IGNORED)
-        targets[:, -self.copied :] = tokens
-        return inputs, targets
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memorization(_MAD):
-    """Memorization of MAD: keys, each before a place for its value. Values depend on the key alone and are never shown.
-
-    The map from keys to values is one to one, and depends on the seed. It is the same in training and held-out examples.
-    """
-
-    vocab_size: int = 256
-    length: int = 32
-    examples: int = 256
-
-    def __post_init__(self) -> None:
-        self._check()
-        _require(self.length >= 2 and self.length % 2 == 0, f"length={self.length}: give an even length of at least 2")
-        _require(self.vocab_size >= 3, f"vocab_size={self.vocab_size}: give at least 3")
-
-    def parts(self, seed: int, *, training: bool) -> list[Part]:
-        """See `SyntheticTask`."""
-        ask = self.vocab_size - 1
-        keys = ask // 2
-        values = (keys + np.random.default_rng(seed).permutation(ask - keys))[:keys]
-
-        def draw(rng: Rng, count: int) -> Rows:
-            drawn = rng.integers(keys, size=(count, self.length // 2))
-            inputs = np.stack([drawn, np.full_like(drawn, ask)], axis=2).reshape(count, -1)
-            targets = np.stack([np.full_like(drawn, IGNORED), values[drawn]], axis=2).reshape(count, -1)
-            return inputs, targets
-
-        return self._part(training, draw)
-
-
-def _check_noise(share: float, vocab_size: int) -> None:
-    _require(
-        0 <= share < 1 and vocab_size >= (share > 0),
-        f"noise_share={share}, noise_vocab_size={vocab_size}: give a share of at least 0 and below 1, and tokens for noise",
-    )
-
-
 def _next_tokens(tokens: Ints, is_scored: npt.NDArray[np.bool_]) -> Rows:
     """Return inputs and targets of sequences whose scored tokens are to be predicted from all before."""
     return tokens[:, :-1], np.where(is_scored, tokens, IGNORED)[:, 1:]
 
 
-TASKS: dict[str, type] = {
-    "mqar": MQAR,
-    "recall": Recall,
-    "noisy-recall": NoisyRecall,
-    "fuzzy-recall": FuzzyRecall,
-    "selective-copying": SelectiveCopying,
-    "memorization": Memorization,
-}
+TASKS: dict[str, type] = {"mqar": MQAR, "recall": Recall, "noisy-recall": NoisyRecall}
 
 
 def synthetic_task(source: str, options: dict[str, Any]) -> SyntheticTask:

@@ -1,4 +1,4 @@
-"""Answers to synthetic tasks: associative recall, noise, copying.
+"""Answers to synthetic tasks: associative recall, with and without noise.
 
 These are MQAR of Zoology (arXiv:2312.04927) and tasks of MAD (arXiv:2403.17844), on examples that were held out. Examples are
 token ids, so a model is asked that was trained on them.
@@ -35,8 +35,7 @@ class Options:
     """Accuracy on a synthetic task.
 
     Attributes:
-        task: mqar, recall, noisy-recall, fuzzy-recall, selective-copying or memorization; by default the task that the run
-            was trained on, with its options and its seed.
+        task: mqar, recall or noisy-recall; by default the task that the run was trained on, with its options and its seed.
         options: Options of the task, in place of its own or the run's.
         variations: Further options, each asked about by itself, such as [{noise_share: 0.2}, {noise_share: 0.4}].
         examples: Largest number of examples of each setting.
