@@ -1,21 +1,15 @@
-"""The models that come with the package, the command `demo`, and the line that says what comes next."""
+"""The models that come with the package, and the command `demo`."""
 
-import importlib
-import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
-from difftransformer.data import prepare_shards
 from difftransformer.sources import find_model, shipped_models
-from difftransformer_lab.cli.arguments import parser_of, read_words
-from difftransformer_lab.cli.main import main, module_name, split_verb
-from difftransformer_lab.cli.next_steps import suggest
+from difftransformer_lab.cli.main import main
 from difftransformer_lab.explorer import DEFAULT_PROMPT
 from difftransformer_lab.report import read_evidence
 from difftransformer_lab.report.stored import stored_demo
-from difftransformer_lab.studies import load_recipe
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 3_000_000
@@ -47,7 +41,6 @@ def test_the_shipped_model_answers_and_draws_its_maps(tmp_path, monkeypatch, cap
     assert capfd.readouterr().out.strip() == "42"
     assert main(["maps", "demo", "--beside", "demo-twin"]) == 0
     assert (tmp_path / "evals" / "demo" / "maps.html").stat().st_size > 10_000
-    assert capfd.readouterr().out.splitlines()[-1] == "Next: difftransformer eval needle demo demo-twin"
 
 
 def test_nothing_is_written_into_the_package(tmp_path, monkeypatch, capfd):
@@ -75,67 +68,6 @@ def test_without_a_prompt_the_error_gives_one(monkeypatch, fails):
 ])  # fmt: skip
 def test_a_field_of_the_recipe_as_a_flag(words, advice, fails):
     assert advice in fails(*words)
-
-
-RUN = {"recipe": "demo", "out": None, "dry_run": False, "set": None}
-PAIR = {"recipe": "demo", "out": None, "seeds": None, "set": None}
-
-
-@pytest.mark.parametrize(("verb", "values", "command"), [
-    ("train", RUN, "eval runs/demo"),
-    ("train", RUN | {"set": ["name=mine", "training.steps=5"], "device": "cuda"}, "eval runs/mine --device cuda"),
-    ("train", RUN | {"set": ["name=mine"], "out": "a/b"}, "eval a/b"),
-    ("train", RUN | {"dry_run": True}, "train demo"),
-    (
-        "train",
-        RUN | {"dry_run": True, "set": ["training.steps=5", "name=mine"], "seed": 3, "out": "a b"},
-        "train demo --out 'a b' --seed 3 --set training.steps=5 --set name=mine",
-    ),
-    ("plan", {"recipe": "paper-3b", "set": ["training.steps=5"]}, "train paper-3b --set training.steps=5"),
-    ("compare", PAIR, "compare demo --seeds 5"),
-    ("compare", PAIR | {"out": "my folder", "seeds": 4}, "compare demo --out 'my folder' --seeds 6"),
-    (
-        "compare",
-        PAIR | {"set": ["compare.seeds=1", "training.steps=9"], "jobs": 2, "no_costs": True},
-        "compare demo --seeds 3 --jobs 2 --set compare.seeds=1 --set training.steps=9 --no-costs",
-    ),
-    (
-        "study",
-        {"study": "start", "preset": "gpu", "seeds": 2, "set": ["training.steps=9"], "out": "there", "dry_run": True},
-        "study start --preset gpu --seeds 2 --out there --set training.steps=9",
-    ),
-    ("export", {"model": "runs/demo", "out": "made"}, "check causality made"),
-    ("eval needle", {"models": ["a", "b"], "out": None}, "maps a"),
-    ("maps", {"model": "a", "beside": "b", "device": "cuda"}, "eval needle a b --device cuda"),
-    ("upcycle", {"model": "a", "out": "b", "train": None}, "eval perplexity a b"),
-])  # fmt: skip
-def test_next(verb, values, command, capfd):
-    suggest(verb, values)
-    assert capfd.readouterr().out == f"Next: difftransformer {command}\n"
-    called, words = split_verb(shlex.split(command))  # raises where there is no such command
-    module = importlib.import_module(f"difftransformer_lab.cli.{module_name(called)}")
-    own = module.declare(called) if hasattr(module, "declare") else None
-    read_words(parser_of(called, "", module, own), words)  # as one reads it that is typed
-
-
-@pytest.mark.parametrize("options", [
-    ["--tokenizer", "byte", "--validation-share", "0.25"],
-    ["--vocab-size", "300", "--validation-share", "0.3", "--split-seed", "3"],
-])  # fmt: skip
-def test_the_command_after_tokenize_reads_its_shards(options, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my text: new").mkdir()
-    for name in "abcdefghij":
-        (tmp_path / "my text: new" / f"{name}.txt").write_text(f"{name} is a letter, and so is {name.upper()}.\n" * 50)
-    assert main(["tokenize", "my text: new", *options, "--out", "my shards"]) == 0
-    line = capfd.readouterr().out.splitlines()[-1].removeprefix("Next: difftransformer ")
-    verb, recipe, *words = shlex.split(line)
-    assert (verb, recipe, set(words[::2])) == ("train", "demo", {"--set"})
-    made = [*(tmp_path / "my shards").glob("[!.]*")]
-    assert len(made) == 1
-    shards = prepare_shards(load_recipe("demo", words[1::2]).data)
-    assert shards.folder.resolve() == made[0]
-    assert [*(tmp_path / "my shards").glob("[!.]*")] == made
 
 
 @pytest.mark.slow(minutes=2)

@@ -4,7 +4,7 @@ import time
 
 from difftransformer.ops import build
 
-from .console import show
+from .console import show, show_next
 
 
 def run(force: bool = False) -> int:
@@ -18,4 +18,5 @@ def run(force: bool = False) -> int:
     seconds = time.perf_counter() - start
     how = f"built in {seconds:.1f} s" if library.is_new else "built before"
     show(f"CPU attention kernels for {library.instruction_set}: {how}; {library.path}")
+    show_next("demo")
     return 0

@@ -1,7 +1,9 @@
 """Print to the terminal, and stop a command so that it can be continued. All that commands print goes through this file."""
 
 import logging
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +38,18 @@ console = _PlainConsole(
 def show(text: str) -> None:
     """Print a result exactly as it is, without wrapping lines."""
     console.print(text, highlight=False, soft_wrap=True)
+
+
+def command(*words: object) -> str:
+    """Return a command of this package as the reader's shell finds it."""
+    python = min(sys.executable, os.path.relpath(sys.executable), key=len)
+    program = ["difftransformer"] if shutil.which("difftransformer") else [python, "-m", "difftransformer_lab"]
+    return shlex.join([*program, *map(str, words)])
+
+
+def show_next(*words: object) -> None:
+    """Print the command that a reader may run next."""
+    show(f"Next: {command(*words)}")
 
 
 def show_table(table: "Table") -> None:
@@ -101,7 +115,6 @@ def resumable(saved: str = "") -> Iterator[None]:
     try:
         yield
     except (Interrupted, KeyboardInterrupt) as stop:
-        command = shlex.join(["difftransformer", *sys.argv[1:]])
-        interruption = KeyboardInterrupt(f"{saved or stop}. Continue with: {command}")
+        interruption = KeyboardInterrupt(f"{saved or stop}. Continue with: {command(*sys.argv[1:])}")
         interruption.status = getattr(stop, "status", EXIT_INTERRUPTED)  # type: ignore[attr-defined]
         raise interruption from None

@@ -5,7 +5,7 @@ from pathlib import Path
 from difftransformer.errors import ConfigError
 from difftransformer.sources import check_model, shipped_models
 
-from .console import log, show
+from .console import log, show, show_next
 
 
 def run(source: str, target: str, to: str | None = None, from_: str | None = None, untie: bool = False) -> int:
@@ -33,4 +33,5 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
         log(f"Not copied: {', '.join(done.left_behind)}")
     carried = f"; copied: {', '.join(done.carried)}" if done.carried else ""
     show(f"{done.folder}: {done.layout}, {done.tensors} tensors, {done.bytes:,} bytes{carried}")
+    show_next("check", "causality", target)
     return 0

@@ -9,7 +9,7 @@ from difftransformer.files import locked
 
 from ..recipe_files import read_recipe
 from .arguments import check_positive
-from .console import Gaps, log, resumable, show, show_table
+from .console import Gaps, log, resumable, show, show_next, show_table
 from .progress import evaluation_progress, study_progress, watch_pair
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def run(out: str = OUT, steps: int = STEPS, seed: int = 0) -> int:
         page = write_demo(done, stored, folder, maps, gaps)
         show_table(beside_table(done, stored))
     show(f"Report: {page}: open it in a browser")
+    show_next("compare", "demo", "--out", "reports/demo-full")
     return gaps.status
 
 

@@ -4,7 +4,7 @@ from json import dumps
 from typing import Any
 
 from .arguments import check_device
-from .console import show, show_table
+from .console import show, show_next, show_table
 
 EXIT_WRONG = 1
 
@@ -30,6 +30,7 @@ def run(device: str | None = None, json: bool = False) -> int:
         show(dumps({"facts": facts, "backends": checks}, indent=2))
     else:
         _print(facts, checks)
+        show_next("demo")
     return EXIT_WRONG if any(check["outcome"] == "wrong" for check in checks) else 0
 
 

@@ -7,7 +7,7 @@ from difftransformer.errors import ConfigError
 from difftransformer.sources import check_model, shipped_models
 
 from ..results import TaskResult, summary_rows
-from .console import Gaps, resumable, show, show_table
+from .console import Gaps, resumable, show, show_next, show_table
 from .members import run_together
 from .progress import evaluation_progress
 
@@ -60,12 +60,12 @@ def run(
             results = evaluate_checkpoint(
                 checkpoint, loaded, shards, folder, device=device, processes=crew, divide_weights=divide_weights
             )
-        return _show(str(checkpoint), results, folder) if crew.is_first else 0
+        return _show(model, str(checkpoint), results, folder) if crew.is_first else 0
 
     return run_together(evaluate, device, processes, lambda: check_model(model))
 
 
-def _show(title: str, results: dict[str, TaskResult], folder: Path) -> int:
+def _show(model: str, title: str, results: dict[str, TaskResult], folder: Path) -> int:
     from ..report.tables import Table, columns
 
     gaps = Gaps("eval")
@@ -75,4 +75,6 @@ def _show(title: str, results: dict[str, TaskResult], folder: Path) -> int:
     rows = [[name, value] for result in results.values() for name, value in summary_rows(result)]
     show_table(Table("measures", title, columns("measure", "value"), rows))
     show(f"Results: {folder}")
+    if not gaps.count:
+        show_next("maps", model)
     return gaps.status

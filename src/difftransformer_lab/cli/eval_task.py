@@ -14,7 +14,7 @@ from difftransformer.typed import WeightsDtype
 
 from ..evals.tasks import registered_tasks
 from .arguments import check_positive
-from .console import Gaps, resumable, show, show_table
+from .console import Gaps, resumable, show, show_next, show_table
 from .members import run_together
 from .progress import evaluation_progress
 
@@ -104,7 +104,7 @@ def run(
                 with opening(models[0]) as opened, crew.locked(folder), evaluation_progress():
                     spec, task = kept_apart(suite.tasks[0], opened, folder, crew)
                     result = evaluate_task(spec, opened, folder, task=task, title=name, processes=crew)
-                return _show_one(result, folder / spec.name, verb) if crew.is_first else 0
+                return _show_one(result, folder / spec.name, verb, models[0]) if crew.is_first else 0
             folder = Path(out or f"reports/{suite.name}")
             with crew.locked(folder), evaluation_progress():
                 results, missing = run_suite(suite, models, folder, opening=opening, processes=crew)
@@ -113,7 +113,7 @@ def run(
     return run_together(evaluate, device, processes, check)
 
 
-def _show_one(result: "TaskResult", stem: Path, verb: str) -> int:
+def _show_one(result: "TaskResult", stem: Path, verb: str, model: str) -> int:
     from ..report.tasks import measurement_table, write_picture
     from ..report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
 
@@ -132,6 +132,8 @@ def _show_one(result: "TaskResult", stem: Path, verb: str) -> int:
     except Exception as error:  # such as from undefined figures, which leave too little to draw
         gaps(f"the figure: {error!r}")
     show(f"Results: {stem.parent / f'{stem.name}.json'}")
+    if not gaps.count:
+        show_next("maps", model)
     return gaps.status
 
 
@@ -151,4 +153,6 @@ def _show_all(
     gaps = Gaps(verb)
     page = write_page(suite_page(name, by_task, missing, models), folder, on_gap=gaps)
     show(f"Report: {page}")
+    if not gaps.count:
+        show_next("maps", models[0])
     return gaps.status

@@ -7,7 +7,7 @@ from difftransformer.errors import DamagedResult, ResultsError
 from difftransformer.sources import check_model
 
 from ..results import RunRecord, TaskResult, read_result, summary_rows
-from .console import log, show
+from .console import log, show, show_next
 
 RECORD_FILE = "record.json"
 """What a study or a comparison writes beside a run."""
@@ -47,6 +47,7 @@ def run(
     if done.kept_card:
         log("README.md was edited by hand and is copied unchanged")
     show(f"{done.folder}: {done.source} as {done.layout}, {done.bytes:,} bytes: {', '.join(done.files)}")
+    show_next("maps", out)
     return 0
 
 

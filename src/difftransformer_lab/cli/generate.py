@@ -11,7 +11,7 @@ from difftransformer.typed import WeightsDtype
 
 from ..printable import printable
 from .arguments import check_device, check_positive, check_text
-from .console import complain, show
+from .console import complain, show, show_next
 
 MOST_BEAMS = 1024
 EXAMPLE = r", such as $'The special magic Lisbon number is: 42\nThe special magic Lisbon number is:'"
@@ -98,6 +98,8 @@ def run(
             return EXIT_INTERRUPTED
     if num_beams > 1:
         show(printable(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)))
+    if sys.stdout.isatty():
+        show_next("maps", model)
     return 0
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from difftransformer._version import __version__
 from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED, ConfigError, DiffTransformerError, FailedElsewhere
-from difftransformer.torchrun import started_by_torchrun
 
 from ..printable import printable_line
 
@@ -165,7 +164,6 @@ def module_name(verb: str) -> str:
 def _run(verb: str, words: list[str]) -> int:
     from .arguments import parser_of, read_words
     from .console import log_shown
-    from .next_steps import suggest
 
     module = importlib.import_module(f".{module_name(verb)}", __package__)
     own = module.declare(verb) if hasattr(module, "declare") else None
@@ -180,11 +178,7 @@ def _run(verb: str, words: list[str]) -> int:
     if hasattr(module, "declare"):
         values["verb"] = verb
     with log_shown():
-        status = int(module.run(**values) or 0)
-    is_for_programs = values.get("json") or (verb == "generate" and not sys.stdout.isatty())
-    if status == 0 and not is_for_programs and not started_by_torchrun():
-        suggest(verb, values)
-    return status
+        return int(module.run(**values) or 0)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -8,7 +8,7 @@ from difftransformer.sources import check_model
 from difftransformer.typed import WeightsDtype
 
 from .arguments import check_device, check_positive, check_text
-from .console import log, show
+from .console import log, show, show_next
 
 ARGUMENTS = {"prompt": {"nargs": "?", "help": "The text. Defaults to one in which a number must be found."}}
 
@@ -55,4 +55,5 @@ def run(
     path = page.save(out or Path("evals", Path(model).resolve().name, "maps.html"))
     log(f"{len(page.html) / 1e6:.2f} MB")
     show(f"{path}: open it in a browser")
+    show_next("eval", "needle", *names)
     return 0

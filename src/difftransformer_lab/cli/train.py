@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..recipe_files import read_recipe
 from .arguments import check_positive, use_threads
-from .console import resumable, show
+from .console import resumable, show, show_next
 from .members import run_together
 from .progress import evaluation_progress, training_progress, watch_steps
 
@@ -98,6 +98,7 @@ def _train(
     _, validations = read_metrics(folder / METRICS_FILE)
     if validations:
         show(f"Validation loss: {validations[-1].validation_loss_nats:.4f} nats/token")
+    show_next("eval", folder)
     return 0
 
 

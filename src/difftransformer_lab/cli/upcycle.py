@@ -6,7 +6,7 @@ from difftransformer.errors import ConfigError, DataError
 from difftransformer.files import locked
 from difftransformer.sources import check_model
 
-from .console import log, show
+from .console import log, show, show_next
 from .progress import evaluation_progress, training_shown
 
 FEWEST_TOKENS = 2  # of a comparison, which continues the first half of the text
@@ -86,6 +86,7 @@ def run(
                 f"(the largest is {drift.largest_logit:.1f}); "
                 f"{drift.greedy_same_tokens} of {drift.greedy_tokens} greedy tokens are the same"
             )
+    show_next("eval", "perplexity", model, out)
     return 0
 
 
