@@ -158,21 +158,6 @@ def test_rows_with_nothing_to_learn_are_left_out(tmp_path, monkeypatch):
     assert sorted(document for batch in batches for document in met_in(batch) if pad not in document) == sorted(met)
 
 
-def test_a_long_prompt_leaves_no_empty_row(tmp_path):
-    """100 bytes are asked and 1 is answered: of four rows of 32, the last one alone has something to learn."""
-    messages = [{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(40)))
-    shards = prepare_shards(request(tmp_path / "chat.jsonl", tmp_path / "s", tokenizer="byte", validation_share=0.3))
-    template = "### user\n" + "x" * 100 + "\n\n### assistant\ny<|eos|>"  # and two line feeds, which are not predicted
-    length = len(template.replace("<|eos|>", "|")) + 2 - 1
-    assert {len(one) for one in stored(shards)} == {length}
-    loader = loader_of(shards, context=32, rows=2)
-    count = shards.manifest.splits["train"].documents
-    with pytest.warns(UserWarning, match=rf"left out {3 * count} of the parts into which rows of 32 tokens"):
-        batches = epoch_of(loader)[1]
-    assert all((batch.targets != -100).any(1).all() for batch in batches)
-
-
 def test_a_mixture_of_text_and_examples(tmp_path):
     text = [Document(f"t{index}", "x" * (5 + index % 30)) for index in range(100)]
     write_shards(tmp_path / "text", text, text, byte_tokenizer())
@@ -273,3 +258,9 @@ def test_what_examples_cannot_do_is_refused(tmp_path):
         read_documents(str(tmp_path / "rows.jsonl"))
     with pytest.raises(ConfigError, match=r"tokenizer=ids:0: give ids:N"):
         prepare_shards(DataConfig(source=str(tmp_path / "rows.jsonl"), tokenizer="ids:0"))
+
+
+def test_a_tokenizer_of_ids_takes_no_words(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "Words."}\n' * 20)
+    with pytest.raises(DataError, match=r"rows.jsonl holds text, and the ids of its tokenizer stand for no text"):
+        prepare_shards(request(tmp_path / "rows.jsonl", tmp_path / "s", tokenizer="ids:50"))

@@ -221,7 +221,7 @@ def test_a_hugging_face_name_is_read_by_datasets(monkeypatch, source, call, name
 
 def test_what_datasets_cannot_give_is_said_in_one_line(monkeypatch):
     fake_datasets(monkeypatch, {"body": ["x"]}, [])
-    with pytest.raises(DataError, match=r'no column "text", "messages" or "input_ids" \(met \[\'body\'\]\)'):
+    with pytest.raises(DataError, match=r'no column "text" or "input_ids" \(met \[\'body\'\]\)'):
         read_documents("hf:set")
     with pytest.raises(DataError, match=r"cannot load missing \(not on the hub\); check") as caught:
         read_documents("hf:missing")

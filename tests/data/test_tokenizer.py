@@ -148,6 +148,15 @@ def test_a_chat_template_travels(place, tmp_path):
         assert opened.apply_chat_template(messages, tokenize=False) == "hello"
 
 
+def test_the_template_of_a_chat_names_the_token_that_begins_it(tmp_path):
+    byte_tokenizer().save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"bos_token": "<|pad|>", "eos_token": "<|endoftext|>"}))
+    assert Tokenizer.load(tmp_path).begin_of_text == 256
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    assert Tokenizer.load(tmp_path).begin_of_text == 257
+
+
 def test_byte_fallback_tokens_have_their_bytes():
     vocabulary = {"<unk>": 0, "</s>": 1, "▁a": 2, "<0x0A>": 3, "<0xE9>": 4, "é": 5}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))

@@ -29,13 +29,10 @@ def _small(monkeypatch):
     monkeypatch.setattr(prepare, "write_documents", partial(writing.write_documents, shard_tokens=1000))
 
 
-def lines_file(path, documents, *, seed=0, chat=False):
+def lines_file(path, documents, *, seed=0):
     draw = random.Random(seed)
     texts = [" ".join(draw.choices(["alpha", "beta", "gamma", "delta"], k=60)) for _ in range(documents)]
     rows = [{"text": text} for text in texts]
-    if chat:
-        halves = [(("user", text[:150]), ("assistant", text[150:])) for text in texts]
-        rows = [{"messages": [{"role": role, "content": part} for role, part in both]} for both in halves]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     os.utime(path, (1, 1))
     return path
@@ -69,9 +66,9 @@ class Stopped(BaseException):
     """Stands for Ctrl-C."""
 
 
-@pytest.mark.parametrize(("fault", "chat"), [("stop", False), ("bad line", True)])
-def test_what_is_not_complete_is_begun_again(tmp_path, monkeypatch, chat, fault):
-    path = lines_file(tmp_path / "a.jsonl", 120, chat=chat)
+@pytest.mark.parametrize("fault", ["stop", "bad line"])
+def test_what_is_not_complete_is_begun_again(tmp_path, monkeypatch, fault):
+    path = lines_file(tmp_path / "a.jsonl", 120)
     whole = prepare_shards(request(path, tmp_path / "whole"))
     shards, good = tmp_path / "shards", path.read_text()
 

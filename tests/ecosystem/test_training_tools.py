@@ -1,11 +1,20 @@
 """PEFT, TRL and Trainer train our models and a `diffllama` folder: losses fall, what is saved opens to the same logits."""
 
+import json
+import random
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trainer, TrainingArguments
 
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.attention import VARIANTS
+from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
+from difftransformer_lab.cli.main import main
 from tests.support.tiny_folders import SENTENCES, differential_qwen, logits, model, saved, stock, tokens
 from tests.support.tiny_models import scramble, tiny
 
@@ -196,6 +205,28 @@ def test_supervised_fine_tuning_of_packed_rows(attention_type, tuned, tmp_path):
     trainer = tuned(network, settings=settings, processing_class=tokenizer)
     opened, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned"), tokens(2, 20)
     assert torch.equal(logits(opened, ids), logits(trainer.model, ids))
+
+
+def test_the_example_tunes_on_answers_alone(needs, tmp_path, monkeypatch, capsys):
+    """What users say is noise, of ln(26) = 3.3 nats a letter, so a low loss is that of the answers."""
+    needs("trl")
+    monkeypatch.chdir(tmp_path)
+    tokenizer, draw, rows = byte_tokenizer(), random.Random(0), []
+    sizes = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = DiffTransformerConfig(**sizes, max_position_embeddings=256, eos_token_id=tokenizer.end_of_text)
+    DiffTransformerForCausalLM(config).save_pretrained("base")
+    tokenizer.save("base")
+    for _ in range(120):
+        noise = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=30))
+        rows.append([{"role": "user", "content": noise}, {"role": "assistant", "content": "I see."}])
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    words = ["base", "chats.jsonl", "--epochs", "6", "--batch", "4", "--length", "256", "--rate", "0.01"]
+    script = Path(__file__).parents[2] / "examples" / "sft_trl.py"
+    monkeypatch.setattr(sys, "argv", [str(script), *words])
+    assert losses(runpy.run_path(str(script))["main"]())[-1] < 0.3
+    capsys.readouterr()
+    assert main(["generate", "tuned", noise, "--chat", "--max-new-tokens", "20"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "I see."
 
 
 def test_lora_through_trl_on_a_diffllama_folder(needs, tuned, tmp_path):

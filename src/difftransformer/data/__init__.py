@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .documents import Conversation, Document, Example
+    from .documents import Document, Example
     from .loader import Batch, Loader, check_context_stages, document_positions, validation_rows, validation_windows
     from .needles import (
         CITIES_SEEN,

@@ -1,4 +1,4 @@
-"""What a source holds: texts, texts too large for memory, and examples and conversations, which say what is learned."""
+"""What a source holds: texts, texts too large for memory, and examples, whose tokens have targets of their own."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -16,8 +16,7 @@ from .records import not_utf8, readable
 IGNORED = -100
 """Target that no loss is computed for, as in PyTorch and transformers."""
 PART_CHARACTERS = 2**20
-ROLES = ("system", "user", "assistant")
-FIELDS = ("text", "name", "messages", "input_ids", "labels")
+FIELDS = ("text", "name", "input_ids", "labels")
 """Fields of rows that are read. A row with `text` is text."""
 # Where a text is cut into parts: before a space between words, or else after a line feed between lines.
 _CUTS = (re.compile(r"(?s).*[^\W\d_](?= [^\W\d_])"), re.compile(r"(?s).*\S\n(?=\S)"))
@@ -112,37 +111,7 @@ class LargeDocument:
                 yield text
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Messages, of which the assistant's are learned.
-
-    Attributes:
-        name: Name, which is unique in the source.
-        messages: Role and content of each.
-        place: Where it is, for messages about errors.
-    """
-
-    name: str
-    messages: tuple[tuple[str, str], ...]
-    place: str
-
-    @property
-    def text(self) -> str:
-        """Roles and contents."""
-        return "".join(self.parts())
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the text in UTF-8."""
-        return len(self.text.encode())
-
-    def parts(self) -> Iterator[str]:
-        """Yield role and content of each message."""
-        for role, content in self.messages:
-            yield f"### {role}\n{content}\n\n"
-
-
-AnyDocument = Document | LargeDocument | Example | Conversation
+AnyDocument = Document | LargeDocument | Example
 
 
 def cut_text(blocks: Iterable[str], characters: int) -> Iterator[str]:
@@ -158,47 +127,6 @@ def cut_text(blocks: Iterable[str], characters: int) -> Iterator[str]:
         rest = rest[start:]
     if rest:
         yield rest
-
-
-def read_special(row: dict[str, Any], name: str, place: str) -> Conversation | Example | None:
-    """Return what a row holds in place of text, or None if it is text.
-
-    Messages begin with `place`, where the row is.
-
-    Raises:
-        DataError: See `read_conversation` and `read_example`.
-    """
-    if row.get("text") is not None:
-        return None
-    if row.get("messages") is not None:
-        return read_conversation(row["messages"], name, place)
-    return read_example(row, name, place) if row.get("input_ids") is not None else None
-
-
-def read_conversation(messages: Any, name: str, place: str) -> Conversation:
-    """Return a conversation that is given as a list of messages, each with `role` and `content`.
-
-    Raises:
-        DataError: It is not of this form, or its last message is not an answer.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{place}: messages is {short(messages)}; give a list of messages, each with role and content")
-    for number, message in enumerate(messages, start=1):
-        met = message if isinstance(message, dict) else {}
-        role, content = met.get("role"), met.get("content")
-        if role not in ROLES:
-            raise DataError(f"{place}: message {number} has the role {short(role)}; allowed are {', '.join(ROLES)}")
-        if not isinstance(content, str) or not content.strip():
-            raise DataError(f"{place}: message {number} ({role}) has the content {short(content)}; give it text")
-        if further := sorted(key for key, value in met.items() if key not in ("role", "content") and value is not None):
-            raise DataError(
-                f"{place}: message {number} has {', '.join(further)}; only role and content are read, remove it"
-            )
-    if messages[-1]["role"] != "assistant":
-        raise DataError(
-            f"{place}: messages without an answer: the last one is of the {messages[-1]['role']}; end with one of the assistant"
-        )
-    return Conversation(name, tuple((message["role"], message["content"]) for message in messages), place)
 
 
 def read_example(row: dict[str, Any], name: str, place: str) -> Example:

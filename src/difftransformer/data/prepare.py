@@ -26,7 +26,6 @@ from ..progress import report
 from ..reading import parse_json, read_json
 from ..stores import Store, is_url, local_copy, place_of_copies, place_of_copy
 from ..typed import ASIDE
-from .chat import ChatTemplate
 from .documents import AnyDocument, Example
 from .needles import CITIES_SEEN, FULL
 from .shards import (
@@ -240,8 +239,7 @@ class _Request:
         made_by = {key: value for key, value in manifest.request.items() if key != "text_sha256"}
         if made_by != self.fields or self.tokenizer is None:
             return made_by == self.fields
-        template = ChatTemplate(self.tokenizer).sha256 if manifest.template_sha256 is not None else None
-        return (manifest.tokenizer_sha256, manifest.template_sha256) == (self.tokenizer.sha256, template)
+        return manifest.tokenizer_sha256 == self.tokenizer.sha256
 
     def _send(self, store: Store) -> str:
         """Copy the shards to the store, and return their URL. They are made first, unless only the copying failed before."""

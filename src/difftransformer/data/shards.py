@@ -75,7 +75,6 @@ class Manifest:
         splits: Splits by name.
         source_state: State of the source's files when they were read (see `source_state`), if it is known.
         content: What the files hold.
-        template_sha256: Fingerprint of the chat template that wrote the examples, if one did.
         held_out: Of text, the fields of `HeldOutShares`.
     """
 
@@ -89,7 +88,6 @@ class Manifest:
     splits: dict[str, SplitManifest]
     source_state: str | None = None
     content: Content = "text"
-    template_sha256: str | None = None
     held_out: dict[str, float] | None = None
 
     @property
@@ -297,9 +295,7 @@ class Shards:
         streams: dict[str, TokenStream] = {
             split: TokenStream([part for shards in parts for part in shards.streams[split].parts]) for split in SPLITS
         }
-        # Conversations have written their chat template into their tokenizer, and text has not.
-        tokenizer = next((one.tokenizer for one in parts if one.tokenizer.chat_template is not None), first.tokenizer)
-        return cls(first.folder.parent, manifest, tokenizer, streams, tuple(sources))
+        return cls(first.folder.parent, manifest, first.tokenizer, streams, tuple(sources))
 
     @property
     def folders(self) -> list[Path]:
@@ -391,7 +387,8 @@ def manifest_of(content: Any, path: str) -> Manifest:
             f"{path}: manifest version {version!r}, this release reads version {MANIFEST_VERSION}; "
             f"{_TOKENISE_AGAIN}, or use the release that wrote it"
         )
-    content.pop("origin", None)  # of installed packages, which are no longer read
+    for former in ("origin", "template_sha256"):  # of installed packages and chats, which are no longer read
+        content.pop(former, None)
     try:
         manifest = build(Manifest, content, source=path, error=DataError)
     except DataError as error:

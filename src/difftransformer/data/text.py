@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import ConfigError, DataError
 from ..typed import short
 from . import packages
-from .documents import FIELDS, AnyDocument, Document, Example, LargeDocument, read_special
+from .documents import FIELDS, AnyDocument, Document, Example, LargeDocument, read_example
 from .records import is_held_out, json_lines, load_set, parquet_rows, read_text, readable
 from .shards import Split
 
@@ -96,8 +96,8 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
             CONFIG may be empty, as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
         reading: Gets how much of it has been read.
 
-    Names of files may end in upper case too. A file or row whose text is empty is left out, and counted in a warning. In
-    place of `text`, a row may have `messages`, and is a `Conversation`, or `input_ids`, and is an `Example`.
+    Names of files may end in upper case too. A file or row whose text is empty is left out, and counted in a warning. A
+    row with `input_ids` in place of `text` is an `Example`.
 
     Raises:
         DataError: The source is none of these, is missing or empty, or holds text that is broken or not UTF-8.
@@ -363,8 +363,8 @@ def _read_file(path: Path, name: str, reading: Reading) -> Iterator[AnyDocument 
 
 def _row_document(row: dict[str, Any], name: str, place: str) -> AnyDocument | None:
     """Return the document of a row, or None if its text is empty. Messages begin with `place`, where the row is."""
-    if (special := read_special(row, name, place)) is not None:
-        return special
+    if row.get("text") is None and row.get("input_ids") is not None:
+        return read_example(row, name, place)
     text = row.get("text", 0)
     if not isinstance(text, str | None):
         met = short(text) if "text" in row else sorted(row)
@@ -384,9 +384,9 @@ def _read_hub(source: str, reading: Reading) -> Iterator[AnyDocument]:
     streaming = prefix == "hf-stream"
     rows = load_set(f"source {source!r}", name, config=config or None, split=split, streaming=streaming)
     if (columns := rows.column_names) is not None:
-        if not {"text", "messages", "input_ids"} & set(columns):
+        if not {"text", "input_ids"} & set(columns):
             raise DataError(
-                f'source {source!r}: no column "text", "messages" or "input_ids" (met {sorted(columns)}); write a .jsonl file'
+                f'source {source!r}: no column "text" or "input_ids" (met {sorted(columns)}); write a .jsonl file'
             )
         rows = rows.select_columns([column for column in FIELDS if column in columns and column != "name"])
     reading.total = 0 if streaming else len(rows)

@@ -128,10 +128,9 @@ class Tokenizer:
             )
         return whole[len(before) :]
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """Encode several texts, in parallel if TOKENIZERS_PARALLELISM allows it; `special` as in `encode_special`."""
-        backend = self._special_backend if special else self.backend
-        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode several texts, in parallel if TOKENIZERS_PARALLELISM allows it."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     @cached_property
     def _special_backend(self) -> tokenizers.Tokenizer:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from ..errors import DataError
 from ..files import naming
-from .chat import ChatTemplate
-from .documents import IGNORED, AnyDocument, Conversation, Document, Example, LargeDocument, cut_text
+from .documents import AnyDocument, Document, Example, LargeDocument, cut_text
 from .held_out import HeldOutLines
 from .shards import (
     MANIFEST_VERSION,
@@ -39,7 +38,7 @@ SHARD_TOKENS = 2**24
 BATCH_CHARACTERS = 2**20  # of texts that are tokenised together; bounds the memory
 PIECE_CHARACTERS = 2**16  # of a text, so that all threads of the tokenizer have work
 _OVERLAP_CHARACTERS = 200  # on each side of a cut, which are tokenised to see whether the cut changes tokens
-_HELD: dict[type, str] = {Document: "text", Conversation: "messages", Example: "token ids"}
+_HELD: dict[type, str] = {Document: "text", Example: "token ids"}
 
 Documents = Iterable[tuple[Split, AnyDocument]]
 
@@ -47,15 +46,13 @@ Documents = Iterable[tuple[Split, AnyDocument]]
 class Part(NamedTuple):
     """Text of a document up to a cut, or all of it. `ends` says whether the document ends here.
 
-    An `example` has its tokens already, and no text. Parts of a conversation say whether they are `scored`, and its `place`.
+    An `example` has its tokens already, and no text.
     """
 
     split: str
     text: str
     ends: bool
     example: Example | None = None
-    scored: bool | None = None
-    place: str = ""
 
     @property
     def size(self) -> int:
@@ -135,7 +132,6 @@ def write_documents(
             dtype=writer.dtype,
             splits={name: split.manifest() for name, split in writer.splits.items()},
             content=writer.content,
-            template_sha256=writer.template.sha256 if writer.template else None,
             held_out=None if shares is None else shares._asdict(),
         )
         write_manifest(folder, manifest)
@@ -153,9 +149,6 @@ class _Writer:
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, kind: type, shard_tokens: int) -> None:
         self.folder, self.tokenizer, self.kind = folder, tokenizer, kind
-        self.template = ChatTemplate(tokenizer) if kind is Conversation else None
-        if self.template:
-            tokenizer.chat_template = self.template.template  # which is saved with the shards and the model
         tokenizer.save(folder / "tokenizer")
         self.dtype = id_dtype(tokenizer)
         self.content: Content = "text" if kind is Document else "examples"
@@ -167,7 +160,7 @@ class _Writer:
         parts = (part for split, document in documents for part in self._parts(split, document, on_text))
         try:
             for batch in batches_of(parts):
-                encoded = self.tokenizer.encode_batch([part.text for part in batch], special=self.template is not None)
+                encoded = self.tokenizer.encode_batch([part.text for part in batch])
                 counts = np.fromiter(map(len, encoded), np.int64, len(encoded))
                 self._add(batch, counts, np.fromiter(chain.from_iterable(encoded), np.uint32, int(counts.sum())))
             for split in self.splits.values():
@@ -184,11 +177,6 @@ class _Writer:
             )
         if isinstance(document, Example):
             yield Part(split, "", True, document)
-        elif isinstance(document, Conversation):
-            assert self.template is not None
-            segments = list(self.template.segments(document))
-            for index, (text, scored) in enumerate(segments, start=1):
-                yield Part(split, text, index == len(segments), scored=scored, place=document.place)
         else:
             for part in cut_parts(split, document.parts(), self.tokenizer):
                 yield part
@@ -203,9 +191,7 @@ class _Writer:
             split.documents += sum(part.ends for part in parts)
             split.bytes += sum(len(part.text.encode()) for part in parts)
             tokens, own = ids[np.repeat(mine, counts)], counts[mine]
-            if self.kind is Conversation:
-                items = self._records(_examples(parts, own, tokens))
-            elif self.kind is Example:
+            if self.kind is Example:
                 items = self._records([part.example for part in parts if part.example is not None])
             else:
                 stops = np.cumsum(own)[[part.ends for part in parts]]
@@ -246,13 +232,13 @@ def _is_safe_cut(before: str, after: str, tokenizer: Tokenizer) -> bool:
 
 
 def batches_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Group parts into batches of about `BATCH_CHARACTERS` characters, or tokens of examples. Conversations stay whole."""
+    """Group parts into batches of about `BATCH_CHARACTERS` characters, or tokens of examples."""
     batch: list[Part] = []
     characters = 0
     for part in parts:
         batch.append(part)
         characters += part.size
-        if characters >= BATCH_CHARACTERS and (part.ends or part.scored is None):
+        if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
@@ -261,28 +247,6 @@ def batches_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 def _kind(document: AnyDocument) -> type:
     return Document if isinstance(document, LargeDocument) else type(document)
-
-
-def _examples(parts: list[Part], counts: npt.NDArray[np.int64], tokens: npt.NDArray[np.uint32]) -> list[Example]:
-    """Return conversations that are tokenised as examples: each token is predicted from those before it.
-
-    Raises:
-        DataError: Of a conversation, no token is learned.
-    """
-    scored = np.repeat([part.scored for part in parts], counts)
-    targets = np.where(scored, tokens.astype(np.int64), IGNORED)
-    stops = np.cumsum(counts)[[part.ends for part in parts]].tolist()
-    places = [part.place for part in parts if part.ends]
-    examples = []
-    for place, (start, stop) in zip(places, pairwise([0, *stops]), strict=True):
-        example = Example(place, tokens[start : stop - 1].astype(np.int64), targets[start + 1 : stop])
-        if (example.targets == IGNORED).all():
-            raise DataError(
-                f"{place}: the chat template writes no token of an answer after the first token, so nothing is learned; "
-                "correct the template, or leave the conversation out"
-            )
-        examples.append(example)
-    return examples
 
 
 class _SplitWriter:

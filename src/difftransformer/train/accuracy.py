@@ -48,7 +48,7 @@ class Accuracy(Callback):
 def held_out_answers(shards: Shards, config: TrainingConfig, mesh: Mesh) -> Answers | None:
     """Return the answers that a run is asked for in held-out data.
 
-    Of examples (synthetic tasks, conversations), every scored token of the run's validation rows is an answer. Of needle
+    Of examples (synthetic tasks, rows with labels), every scored token of the run's validation rows is an answer. Of needle
     documents, an answer is a whole number, and there are `validation_windows` documents (see `needle_questions`).
 
     The result is None where not all data ask for answers, where a row has more than `LOGITS_AT_ONCE` logits, and for needle
