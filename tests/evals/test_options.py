@@ -75,12 +75,6 @@ REFUSED = [
     ("quantized", {"task_options": {"windows": "3"}}, "task_options: windows: expected int"),
     ("quantized", {"task_options": {"windows": 0}}, "task_options: windows=0"),
     ("harness", {"seed": -1}, "seed=-1: give at least 0"),
-    ("harness", {"tasks": "ruler,piqa", "lengths": [4096]}, r"lengths=\[4096\]: piqa: it has no lengths"),
-    (
-        "harness",
-        {"tasks": "niah_single_1", "lengths": [512]},
-        r"lengths=\[512\]: niah_single_1: choose among 4096, 8192",
-    ),
 ]  # fmt: skip
 
 

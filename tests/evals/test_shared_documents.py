@@ -82,7 +82,7 @@ def test_filters_and_shots_of_lm_eval_are_figures_of_their_own():
         for name in ("strict", "flexible")
         for number in range(4)
     ]
-    found = [row for shots in (0, 5) for row in _items({"samples": {"gsm8k": samples}}, shots)]
+    found = [row for shots in (0, 5) for row in _items({"samples": {"gsm8k": samples}, "higher_is_better": {}}, shots)]
     assert len({row["name"] for row in found}) == 4
     for name in {row["name"] for row in found}:
         assert [row["item"] for row in found if row["name"] == name] == [f"document {i}" for i in range(4)]
