@@ -245,3 +245,17 @@ def test_training_and_validation_take_the_chunked_path():
         model.loss_chunk_tokens = chunk
         found = summed_next_token_nll(model, inputs, targets, position_ids=positions)
         assert relative_error(found.detach(), expected.detach()) < 1e-6
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_loss_and_gradient_of_a_chunk(z_loss):
+    """What a GPU compiles, against cross_entropy and autograd in float64."""
+    logits = 3 * torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([3, -100, 0, 10, 3])
+    log_z = logits.logsumexp(-1)[targets != -100]
+    right = F.cross_entropy(logits, targets, reduction="sum") + z_loss * log_z.square().sum()
+    (right_gradient,) = torch.autograd.grad(right, logits)
+    for compute in (nll.loss_and_gradient, torch.compile(nll.loss_and_gradient, fullgraph=True, backend="aot_eager")):
+        loss, gradient = compute(logits.detach().float(), targets, -100, z_loss)
+        assert loss.item() == pytest.approx(right.item(), rel=1e-5)
+        assert torch.allclose(gradient.double(), right_gradient, atol=1e-5)
