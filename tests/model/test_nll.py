@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from difftransformer.errors import ConfigError, DataError, ShapeError
 from difftransformer.families import family_config
+from difftransformer.model import nll
 from difftransformer.model.nll import (
     IGNORED,
     loss_chunk,

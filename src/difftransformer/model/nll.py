@@ -1,5 +1,8 @@
 """The loss that training and evaluation share, with the logits of all tokens or of a chunk of tokens at a time."""
 
+import functools
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError, DataError, ShapeError
-from ..ops.problem import is_readable
+from ..ops.problem import LOW_PRECISION, is_readable
 
 IGNORED = -100
 # On a CPU, logits beyond the caches cost more time than the calls for each chunk.
@@ -171,6 +174,8 @@ class _SummedNLL(torch.autograd.Function):
     ) -> Tensor:
         first = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         total = torch.zeros((), device=hidden.device)
+        can_fuse = with_gradient and group is None and hidden.is_cuda and hidden.dtype in LOW_PRECISION
+        fused = _fused() if can_fuse else None
         if with_gradient:
             hidden_grad = torch.empty_like(hidden)
             # The sum over chunks in fp32, rounded once at the end.
@@ -178,6 +183,12 @@ class _SummedNLL(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             wanted = targets[rows]
+            if fused is not None:
+                loss, gradient = fused(hidden[rows] @ weight.T, wanted, ignore_index, z_loss)
+                total += loss
+                hidden_grad[rows] = gradient @ weight
+                weight_grad += gradient.T @ hidden[rows]
+                continue
             counted = (wanted != ignore_index)[:, None]
             column = (wanted - first)[:, None]
             own = counted & (column >= 0) & (column < weight.shape[0])  # targets among this rank's rows
@@ -212,6 +223,23 @@ class _SummedNLL(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return hidden_grad * scale, weight_grad * scale, None, None, None, None, None, None
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _fused() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return `loss_and_gradient` compiled, which reads the logits three times; None without Triton."""
+    return torch.compile(loss_and_gradient, fullgraph=True) if find_spec("triton") else None
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of logits (N, V) for targets (N,), and its gradient in their dtype, as `summed_nll` defines it."""
+    scores, counted = logits.float(), (targets != ignore_index)[:, None]
+    log_z = scores.logsumexp(-1, keepdim=True)
+    hit = counted & (torch.arange(scores.shape[1], device=scores.device) == targets[:, None])
+    loss = (log_z + z_loss * log_z.square()).where(counted, 0).sum() - scores.where(hit, 0).sum()
+    gradient = (scores - log_z).exp() * (1 + 2 * z_loss * log_z).where(counted, 0) - hit.float()
+    return loss, gradient.to(logits.dtype)
 
 
 def _reduced(value: Tensor, how: str, group: Any) -> Tensor:
