@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from difftransformer_lab.evals.models.causal import CausalLanguageModel
+from difftransformer_lab.evals.requests import Loss
 from tests.support.tiny_models import tiny, tokens
 
 # Vectors of the layer itself, projections of its own, and a gate.
@@ -38,3 +40,6 @@ def test_device_map(attention_type, needs, tmp_path):
     )
     assert {p.device.type for p in offloaded.model.layers[1].parameters()} == {"meta"}
     agree(offloaded, plain)
+    requests = [Loss(tuple(row)) for row in tokens(2, 9).tolist()]
+    found, expected = (dict(CausalLanguageModel(one, tokenizer=None).answer(requests)) for one in (offloaded, plain))
+    assert found[1] == pytest.approx(expected[1], abs=1e-5)

@@ -1,4 +1,4 @@
-"""Several processes evaluate as one: the same figures to the bit, one file of answers, also with weights that they divide."""
+"""Several processes evaluate as one: the same figures to the bit, one file of answers."""
 
 import json
 import os
@@ -94,19 +94,6 @@ def test_two_processes_answer_to_the_bit_as_one(tasks, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_divided_weights_answer_to_the_bit_as_one(tasks, alone, tmp_path):
-    model, expected = alone
-    lines = commands(tasks, model, tmp_path, "--divide-weights", "true")
-    refused = ["eval", "quantized", str(model), "--out", str(tmp_path / "q"), "--weights", "int8"]
-    refused += [*tasks["perplexity"][:4], "--task", "perplexity", "--divide-weights", "true"]
-    done = run_together(2, [*lines, refused])
-    statuses = [json.loads(one.stdout.splitlines()[-1]) for one in done]
-    assert statuses == [[0] * len(tasks) + [2]] * 2, done[0].stderr
-    assert answered(tmp_path) == answered(expected)
-    assert figures(tmp_path) == figures(expected)
-
-
-@pytest.mark.slow
 def test_any_number_of_processes_goes_on(tasks, alone, tmp_path):
     """What one process has left of a batch is computed with the whole batch, so that no bit differs."""
     model, expected = alone
@@ -158,11 +145,6 @@ def test_bad_input_is_said_once(alone, tmp_path):
     said = [line for one in done for line in one.stderr.splitlines()]
     assert len(said) == len(bad)
     assert all(message in line for message, line in zip(bad.values(), said, strict=True)), said
-
-
-def test_one_process_has_nothing_to_divide(alone, tmp_path, fails):
-    words = ["eval", "perplexity", alone[0], "--out", tmp_path, "--divide-weights", "true"]
-    assert "there is one process; add --processes N" in fails(*words)
 
 
 @pytest.mark.slow

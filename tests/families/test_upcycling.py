@@ -11,7 +11,7 @@ from difftransformer.families import convert_folder, upcycle_folder
 from difftransformer.families.checkpoint_io import WeightsReader
 from difftransformer.families.llama import from_llama, targets
 from difftransformer.hub import source_folder
-from difftransformer.hub.divided import deferred
+from difftransformer.hub.deferred import deferred
 from difftransformer_lab.evals.drift import measure_drift
 from tests.families import test_convert_refusals as refusals
 

@@ -23,9 +23,9 @@ from ..reading import LARGEST_INT, parse_json
 from ..sources import check_model, find_model
 from ..train import latest_checkpoint
 from ..train.checkpoint import STATE_FILE, is_of_training, verify_checkpoint
-from ..train.parallel import DeferredModel, Processes
+from ..train.parallel import DeferredModel
 from ..typed import WeightsDtype, short
-from .divided import deferred, divide
+from .deferred import deferred
 
 HUB_FILES = (
     CONFIG_FILE,
@@ -115,7 +115,6 @@ def open_model(
     backend: str = "auto",
     model_type: str | None = None,
     auto_class: Any = AutoModelForCausalLM,
-    divided_by: Processes | None = None,
 ) -> Any:
     """Open a causal language model, or a model of another Auto class, with complete weights.
 
@@ -128,7 +127,6 @@ def open_model(
         backend: Attention backend of a model of this package or of a DiffLlama.
         model_type: The only `model_type` to accept, such as "difftransformer". None accepts all.
         auto_class: transformers' Auto class of the model.
-        divided_by: Processes that hold the model together, see `divided.divide`; None opens all of it in this process.
 
     Raises:
         CheckpointError: The model is damaged, incomplete or of another type, or cannot be opened.
@@ -152,18 +150,14 @@ def open_model(
                 )
             with WeightsReader(folder) as weights:  # refuses pickles, names damaged files
                 _check_size(config, weights, auto_class)
-                if divided_by is not None:
-                    network = divide(config, weights, dtype=dtype, processes=divided_by)
-                    loading: dict[str, Any] = {"missing_keys": (), "unexpected_keys": ()}
-                else:
-                    network, loading = auto_class.from_pretrained(
-                        folder,
-                        config=config,
-                        dtype="auto" if dtype == "auto" else DTYPES[dtype],
-                        output_loading_info=True,
-                        use_safetensors=True,
-                        **local,
-                    )
+                network, loading = auto_class.from_pretrained(
+                    folder,
+                    config=config,
+                    dtype="auto" if dtype == "auto" else DTYPES[dtype],
+                    output_loading_info=True,
+                    use_safetensors=True,
+                    **local,
+                )
     _check_special_tokens(network, folder)
     for problem in ("missing", "unexpected") if is_ours else ("missing",):
         if names := loading[f"{problem}_keys"]:

@@ -21,7 +21,6 @@ def run(
     out: str | None = None,
     device: str = "cpu",
     processes: int | None = None,
-    divide_weights: bool = False,
     set: list[str] | None = None,
 ) -> int:
     """Evaluate a trained model with the tasks of its recipe.
@@ -32,7 +31,6 @@ def run(
         out: Folder for results; evals/STEP in the run folder by default.
         device: cpu or cuda.
         processes: Number of processes of this machine, which divide the questions; torchrun starts more machines.
-        divide_weights: Whether the processes divide the weights of one model that does not fit one device.
     """
 
     def evaluate(crew: "Processes") -> int:
@@ -57,9 +55,7 @@ def run(
         usual = Path("evals", checkpoint.name, "recipe") if is_shipped else evaluations_folder(checkpoint)
         folder = Path(out or usual)
         with resumable("stopped; every answer is saved"), evaluation_progress():
-            results = evaluate_checkpoint(
-                checkpoint, loaded, shards, folder, device=device, processes=crew, divide_weights=divide_weights
-            )
+            results = evaluate_checkpoint(checkpoint, loaded, shards, folder, device=device, processes=crew)
         return _show(model, str(checkpoint), results, folder) if crew.is_first else 0
 
     return run_together(evaluate, device, processes, lambda: check_model(model))

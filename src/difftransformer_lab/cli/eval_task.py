@@ -48,7 +48,6 @@ def run(
     prefix_caching: bool = True,
     accelerate: bool = True,
     processes: int | None = None,
-    divide_weights: bool = False,
     *,
     verb: str,
     options: Any = None,
@@ -65,7 +64,6 @@ def run(
         prefix_caching: Whether to compute a common prefix of several prompts only once.
         accelerate: Whether to compute the attention of other models with this package's kernels, where these support it.
         processes: Number of processes of this machine, which divide the questions; torchrun starts more machines.
-        divide_weights: Whether the processes divide the weights of one model that does not fit one device.
         verb: The command.
         options: Options of the task; None for a suite.
     """
@@ -92,7 +90,6 @@ def run(
             context_tokens=context_tokens,
             prefix_caching=prefix_caching,
             accelerated=accelerate,
-            divided_by=crew if divide_weights else None,
         )
         if options is None:
             suite = load_suite(name)

@@ -102,7 +102,7 @@ def run_task(
     """Answer a task's requests and score them.
 
     Several processes take turns: in each, every process asks its model one part of the requests (`Task.parts`), and the first
-    one saves the answers of all. Processes that hold one model together (`CausalLanguageModel.is_divided`) all ask everything.
+    one saves the answers of all.
 
     Progress is reported (see `difftransformer.progress`): in tokens after every answer and, while a batch is computed, after
     each layer of a model that can be watched (`CausalLanguageModel.watched`); then by a long judging.
@@ -149,8 +149,8 @@ def run_task(
         for file in kept:
             opened.enter_context(closing(file))
         opened.enter_context(watched(computed))
-        divided = processes is not None and processes.count > 1 and not getattr(model, "is_divided", False)
-        for index, answer in _in_turns(model, task, answers, processes if divided else None):
+        several = processes if processes is not None and processes.count > 1 else None
+        for index, answer in _in_turns(model, task, answers, several):
             for file in kept:
                 if not answers:  # so that a run that failed at once blocks no later one
                     file.write(header)

@@ -10,9 +10,7 @@ from difftransformer.data import Tokenizer
 from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.families import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
 from difftransformer.hub import folder_sha256, open_model, open_tokenizer, source_folder
-from difftransformer.hub.divided import plain_class
 from difftransformer.model.transformers_errors import quietly
-from difftransformer.train.parallel import Processes
 from difftransformer.typed import WeightsDtype
 
 from ..results import ModelIdentity
@@ -37,7 +35,6 @@ def open_language_model(
     context_tokens: int | None = None,
     prefix_caching: bool = True,
     accelerated: bool = True,
-    divided_by: Processes | None = None,
 ) -> Iterator[OpenedModel]:
     """Open a model and its tokenizer for evaluation.
 
@@ -48,18 +45,14 @@ def open_language_model(
         context_tokens: Largest number of tokens in a row. Defaults to the model's number of positions.
         prefix_caching: Whether prompts with a common prefix compute it once.
         accelerated: Whether to accelerate a model of another package (see `accelerate`) where that is supported.
-        divided_by: Processes that divide the weights of a model which does not fit one device (see `divided.divide`).
 
     Raises:
         CheckpointError: The model or its tokenizer is missing, damaged or cannot be opened, or the two do not match.
-        ConfigError: The weights cannot be divided.
     """
     with source_folder(model) as folder, quietly():
         theirs = open_tokenizer(folder)
         tokenizer = _text_tokenizer(theirs, folder)
-        network = open_model(folder, dtype=dtype, divided_by=divided_by)
-        if divided_by is None:
-            network = network.to(device)
+        network = open_model(folder, dtype=dtype).to(device)
         if accelerated:
             with suppress(ConfigError):
                 accelerate(network)
@@ -74,11 +67,10 @@ def open_language_model(
         language_model = CausalLanguageModel(
             network, tokenizer, **sizes, prefix_caching=prefix_caching, hf_tokenizer=theirs
         )
-        language_model.is_divided = divided_by is not None
         is_accelerated = any(isinstance(module, AcceleratedDiffLlamaAttention) for module in network.modules())
         identity = ModelIdentity(
             name=model,
-            architecture=plain_class(network).__name__,
+            architecture=type(network).__name__,
             attention=str(getattr(network.config, "attention_type", None) or network.config.model_type),
             parameters=sum(parameter.numel() for parameter in network.parameters()),
             dtype=str(network.dtype).removeprefix("torch."),

@@ -52,7 +52,6 @@ def evaluate_checkpoint(
     wait: bool = False,
     device: str = "cpu",
     processes: Processes = ALONE,
-    divide_weights: bool = False,
 ) -> dict[str, TaskResult]:
     """Ask a model the recipe's tasks; those whose results are in the folder already are not asked again.
 
@@ -62,13 +61,12 @@ def evaluate_checkpoint(
         folder: Folder for results, FOLDER/NAME.json.
         wait: Whether to wait for another process that is working in the folder.
         processes: This process and the others, each with the model. The first one writes.
-        divide_weights: Whether they divide the weights of one model.
 
     Returns:
         The results by the tasks' names.
 
     Raises:
-        ConfigError: the data's tokenizer is not the model's, or the average of a run's weights is to be divided.
+        ConfigError: the data's tokenizer is not the model's.
         CheckpointError: the folder holds no model, or a damaged one.
         FolderInUse: another process is working in the folder, and `wait` is False.
     """
@@ -83,7 +81,6 @@ def evaluate_checkpoint(
             batch_tokens=recipe.evaluation_batch_tokens,
             context_tokens=UNBOUNDED,
             prefix_caching=recipe.start_from is not None,
-            divided_by=processes if divide_weights else None,
         ) as opened,
         processes.locked(folder, wait=wait),
     ):
@@ -94,10 +91,6 @@ def evaluate_checkpoint(
                 "that the model was trained with"
             )
         if recipe.training.ema is not None and (checkpoint / STATE_FILE).exists():
-            if divide_weights:
-                raise ConfigError(
-                    f"{checkpoint}: the average of weights (training.ema) cannot be divided; use one process"
-                )
             read_average(checkpoint, opened.language_model.model)
         results = {}
         for spec in recipe.evaluation:

@@ -59,11 +59,8 @@ class CausalLanguageModel:
 
     Attributes:
         bound: `context_tokens` where that is fewer than the model's positions, else None.
-        is_divided: Whether several processes hold the model together, so that all of them compute every row.
         is_whole: Whether every row is computed whole, for each of its tokens anew.
     """
-
-    is_divided = False
 
     def __init__(
         self,
@@ -152,10 +149,6 @@ class CausalLanguageModel:
     @contextmanager
     def quantized(self, bits: int, granularity: str, weights: str, activations: str) -> Iterator["CausalLanguageModel"]:
         """Open the same model under coarser numbers: see `quantized_logits` and `quantized_linears` for the arguments."""
-        if self.is_divided and weights != "none":
-            raise EvaluationError(
-                "weights that processes divide cannot be quantized; use --weights none, or omit --divide-weights"
-            )
         coarse = copy.copy(self)
         if bits < UNTOUCHED_BITS:
             coarse.batch_tokens = min(self.batch_tokens, _WRITTEN_OUT_TOKENS)

@@ -1,21 +1,15 @@
-"""Open a model that several processes hold together: each reads its part of the weights, and FSDP2 gathers layer by layer.
-
-No process ever holds all weights. Every process computes the same rows, so answers are to the bit those of one process.
-"""
+"""Open a model of which each process reads its part of the weights, so that no process ever holds all of them."""
 
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM
 
 from ..errors import CheckpointError, ConfigError
 from ..families.checkpoint_io import WeightsReader
 from ..model.weights import DTYPES, refuse_adapter
 from ..train.lora import BASE
-from ..train.parallel import DeferredModel, Processes
+from ..train.parallel import DeferredModel
 from ..typed import WeightsDtype
 
 
@@ -46,36 +40,6 @@ def deferred(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> Def
     return model
 
 
-def divide(config: Any, weights: WeightsReader, *, dtype: WeightsDtype, processes: Processes) -> Any:
-    """Open a causal language model whose matrices are divided among processes, each of which reads its part of them.
-
-    Args:
-        config, weights, dtype: See `deferred`.
-        processes: This process and the others.
-
-    Raises:
-        CheckpointError: See `deferred`.
-        ConfigError: There is one process only, or as in `deferred`.
-    """
-    if processes.count == 1:
-        raise ConfigError("--divide-weights: there is one process; add --processes N, or omit it")
-    model = deferred(config, weights, dtype=dtype)
-    network = model.network
-    vectors = {parameter for parameter in network.parameters() if parameter.dim() < 2}
-    mesh = init_device_mesh(processes.device, (processes.count,))
-    layers = [module for module in network.modules() if type(module).__name__ in (network._no_split_modules or ())]
-    for module in [*layers, network]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=vectors)
-    model.fill(processes.device)
-    return network.eval()
-
-
-def plain_class(network: nn.Module) -> type[nn.Module]:
-    """Return the class of a model, which FSDP2 has replaced where it divides the weights."""
-    kinds = (kind for kind in type(network).__mro__ if issubclass(kind, nn.Module))
-    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
-
-
 def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
     """Return the name in the files of every parameter, read the buffers there, and keep in fp32 those that always are.
 
@@ -90,8 +54,7 @@ def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
         if stored is None or tuple(weights.shapes[stored]) != shape:
             raise CheckpointError(
                 f"{weights.folder}: weight {name} of shape {list(shape)} is missing or of another shape; save the model "
-                "again. Where transformers renames weights as it opens them, as those of experts, omit --divide-weights, or "
-                "in Python call from_pretrained with distributed_config"
+                "again; where transformers renames weights as it opens them, as those of experts, they cannot be read in parts"
             )
         names[name] = stored
     buffers = {name: buffer for name, buffer in network.named_buffers() if name in weights.shapes}
