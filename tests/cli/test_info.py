@@ -65,6 +65,20 @@ def test_sizes_of_a_recipe(toy_file, capsys):
     assert "(recipe)" in capsys.readouterr().out
 
 
+def test_training_of_a_recipe(capsys, fails):
+    """FLOPs by hand, and weights that eight processes share."""
+    assert main(["info", "paper-3b", "--processes", "8", "--set", "training.accumulation=128"]) == 0
+    text = capsys.readouterr().out
+    rows = {line[1:20].strip(): line[20:].split() for line in text[text.index("Training on") :].splitlines()}
+    assert rows["FLOPs"] == [f"{350_002_085_888 * 22_988_316_672:.3g}"] * 2
+    assert rows["weights, GiB"] == [f"{4 * 3_479_153_664 / 8 / 2**30:.2f}"] * 2
+    parts = [float(cells[0]) for label, cells in rows.items() if label.endswith("GiB") and label != "together, GiB"]
+    assert sum(parts) == pytest.approx(float(rows["together, GiB"][0]), abs=0.04)
+    line = fails("info", "paper-3b", "--processes", "7")
+    assert "must be a multiple of 28672" in line
+    assert "--processes and --set are for recipes" in fails("info", "tiny", "--processes", "8")
+
+
 @pytest.mark.parametrize(
     ("heads", "words"),
     [(4, "it is 683. model.multiple_of: 16 in a recipe makes it 688."), (3, "")],  # 8 / 3 of 256, and of 192: 512

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from difftransformer.model import count
-from difftransformer.train.plan import Layout, rank_bytes, sizes_of
+from difftransformer.train.memory import step_bytes
 from difftransformer_lab.recipe_files import shipped_recipes
 from difftransformer_lab.report.claims import read_claims
 from difftransformer_lab.results import OWN_BEST, ChosenRate, StudyIndex, read_result
@@ -94,9 +94,7 @@ def check_models(design, runs):
             assert numbers["tokens"] == training.steps * training.batch_tokens
             assert numbers["size"] == count(config[place].twin("softmax")).parameters
         if design.name != "laptop":
-            rows = sizes_of(config[place], training).rows // training.accumulation
-            layout = Layout(micro_rows=rows, accumulation=training.accumulation)
-            assert rank_bytes(sizes_of(config[place], training), layout).total < GPU_BYTES
+            assert step_bytes(config[place], training, run.recipe.parallel).total < GPU_BYTES
 
 
 @pytest.mark.parametrize("name", PLANS)

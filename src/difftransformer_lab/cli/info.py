@@ -11,6 +11,7 @@ from rich.table import Table as RichTable
 from difftransformer.errors import ConfigError
 
 from ..recipe_files import shipped_recipes
+from .arguments import check_positive
 from .console import console, show, show_table
 
 if TYPE_CHECKING:
@@ -18,19 +19,24 @@ if TYPE_CHECKING:
     from difftransformer.model.start_sizes import Branch
 
     from ..report.tables import Table
+    from ..studies import Recipe
 
 KERNEL_WIDTHS = (32, 16, 8)
 """Multiples that kernels of quantized weights, such as torchao's int4, ask of a matrix; the first is the common one."""
 
 
-def run(model: str, start: bool = False) -> int:
+def run(model: str, start: bool = False, processes: int | None = None, set: list[str] | None = None) -> int:
     """Show parameters, FLOPs and bytes of a model and its twins, computed by formula; or how the model starts.
+
+    Of a recipe, also the FLOPs of its training and the memory that a step takes of each process.
 
     Args:
         model: A preset (tiny, small, 830m, 1.4b, 2.8b, 3b, 6.8b, 13.1b), a recipe's YAML file or a shipped recipe's name, the
             folder of a saved model, or "backends" to list the attention backends.
         start: Measure how large attention and MLP are at step 0 beside the residual stream, in place of the sizes.
+        processes: Number of GPUs among which a recipe's training is divided, one by default.
     """
+    check_positive(processes=processes)
     from difftransformer.families import DifferentialFields
     from difftransformer.model import PRESETS, DiffTransformerConfig, count, preset
 
@@ -41,15 +47,18 @@ def run(model: str, start: bool = False) -> int:
             )
         show_table(_backends())
         return 0
-    stated, is_saved, shipped = None, False, shipped_recipes() | shipped_recipes("paper")
+    stated, is_saved, shipped, loaded = None, False, shipped_recipes() | shipped_recipes("paper"), None
+    is_recipe = not Path(model).is_dir() and (model in shipped or Path(model).suffix in (".yaml", ".yml"))
+    if (processes or set) and not is_recipe:
+        raise ConfigError(f"{model}: --processes and --set are for recipes; name one, such as paper-3b")
     if model in PRESETS:
         chosen = preset(model)
         config, source = DiffTransformerConfig(**chosen.fields), chosen.source
         stated = chosen.paper_parameters
-    elif not Path(model).is_dir() and (model in shipped or Path(model).suffix in (".yaml", ".yml")):
+    elif is_recipe:
         from ..studies import load_recipe
 
-        loaded = load_recipe(model)
+        loaded = load_recipe(model, set)
         config, source, is_saved = loaded.planned_config(), "recipe", loaded.start_from is not None
     else:
         config, source, is_saved = _saved_config(model), model, True
@@ -67,6 +76,8 @@ def run(model: str, start: bool = False) -> int:
         _show_start(model, config, is_saved)
         return 0
     show_table(_sizes(model, source, config))
+    if loaded is not None:
+        show_table(_training(loaded, config, processes or 1))
     if line := _odd_width(config):
         show(line)
     if stated is not None:
@@ -162,6 +173,30 @@ def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> "Table":
     rows.append(["FFN width for as many parameters as softmax", *(f"{width:,}" for width in equal)])
     notes = ["Computed by formula; FLOPs of matrix products."]
     return Table("sizes", f"{name} ({source})", columns("", *twins), rows, notes)
+
+
+def _training(recipe: "Recipe", config: "DiffTransformerConfig", processes: int) -> "Table":
+    """Return what training a recipe's model and those it is compared with takes."""
+    from difftransformer.model import count
+    from difftransformer.train.memory import step_bytes
+    from difftransformer.train.parallel import Mesh, Processes
+
+    from ..report.tables import Table, columns
+
+    training, parallel = recipe.training, recipe.parallel
+    tokens = training.steps * training.batch_tokens
+    words = dict.fromkeys((config.attention_type, *recipe.compare.models))
+    cells = []
+    for twin in map(config.twin, words):
+        Mesh(Processes(count=processes), parallel).check(twin, training)
+        flops = count(twin, context_tokens=training.context_tokens).train_flops_per_token * tokens
+        taken = step_bytes(twin, training, parallel, processes)
+        parts = {f"{part}, GiB": f"{size / 2**30:,.2f}" for part, size in vars(taken).items()}
+        cells.append({"FLOPs": f"{flops:.3g}", **parts, "together, GiB": f"{taken.total / 2**30:,.2f}"})
+    rows = [[label, *(one[label] for one in cells)] for label in cells[0]]
+    title = f"Training on {tokens:,} tokens, divided by {processes}"
+    notes = ["GiB: of each process at the peak of a step with AdamW, where all weights are trained."]
+    return Table("training", title, columns("", *words), rows, notes)
 
 
 def _family(name: str, config: Any) -> "Table":

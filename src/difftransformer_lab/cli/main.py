@@ -33,11 +33,10 @@ GROUPS = {
     "train": {
         "train": "Train one model from a recipe, or continue a run",
         "tokenize": "Turn text into token shards",
-        "plan": "Memory, messages and time of a recipe on many GPUs",
     },
     "models": {
         "generate": "Continue a prompt with a run or any saved model",
-        "info": "Size or start of a preset, recipe or model; backends",
+        "info": "Sizes, memory, FLOPs of a model or recipe; its start",
         "upcycle": "Make a pretrained model differential, losing nothing",
         "convert": "Convert a model's folder to another layout and back",
         "export": "Write a clean Hugging Face folder with a model card",
