@@ -45,9 +45,6 @@ def test_all_formats_have_one_rule_for_missing_text_and_for_names(tmp_path):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     write(tmp_path / "rows" / "a.JSONL", lines)
     write(tmp_path / "rows" / "b.Jsonl.GZ", gzip.compress(lines.encode()))
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows" / "c.PARQUET")
     names = [path.name for path in sorted((tmp_path / "rows").iterdir())]
     for name in names:
         write(tmp_path / "text" / f"{name}-0.TXT", "one")
@@ -60,9 +57,9 @@ def test_all_formats_have_one_rule_for_missing_text_and_for_names(tmp_path):
         assert documents == [Document(f"{name}:1", "one"), Document(f"{name}:4", " ")]
     for folder in ("rows", "text"):
         with pytest.warns(
-            UserWarning, match=rf"^{tmp_path / folder}: 6 of 12 documents have no text, and are left out$"
+            UserWarning, match=rf"^{tmp_path / folder}: 4 of 8 documents have no text, and are left out$"
         ):
-            assert [document.text for document in read_documents(str(tmp_path / folder))] == ["one", " "] * 3
+            assert [document.text for document in read_documents(str(tmp_path / folder))] == ["one", " "] * 2
 
 
 def test_linked_folders_are_read_once(tmp_path):
@@ -149,7 +146,7 @@ def test_an_unknown_source_lists_what_is_allowed(source, tmp_path, monkeypatch):
 
 
 def test_a_folder_without_text_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"no \.txt, \.md, \.py, \.jsonl, \.jsonl\.gz, .* file"):
+    with pytest.raises(DataError, match=r"no \.txt, \.md, \.py, \.jsonl, \.jsonl\.gz file"):
         read_documents(str(tmp_path))
     write(tmp_path / "empty.py", "")
     with pytest.raises(DataError, match="all 1 text files are empty"):

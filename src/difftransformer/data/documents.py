@@ -16,8 +16,8 @@ from .records import not_utf8, readable
 IGNORED = -100
 """Target that no loss is computed for, as in PyTorch and transformers."""
 PART_CHARACTERS = 2**20
-FIELDS = ("text", "name", "input_ids", "labels")
-"""Fields of rows that are read. A row with `text` is text."""
+FIELDS = ("text", "input_ids", "labels")
+"""Columns of data sets that are read. A row with `text` is text."""
 # Where a text is cut into parts: before a space between words, or else after a line feed between lines.
 _CUTS = (re.compile(r"(?s).*[^\W\d_](?= [^\W\d_])"), re.compile(r"(?s).*\S\n(?=\S)"))
 

@@ -1,11 +1,10 @@
-"""Read files of text and rows of data sets one at a time: JSONL, Parquet, and public sets through `datasets`.
+"""Read files of text, rows of JSONL files, and data sets through the library `datasets`.
 
 No code of a data set is run. Whatever cannot be read is one error that names the file and the place.
 """
 
 import gzip
 import hashlib
-import io
 import json
 import logging
 import zlib
@@ -16,8 +15,6 @@ from typing import Any
 
 from ..errors import DataError
 from ..reading import parse_json
-
-_ROWS = 1000  # of a Parquet file that are read together
 
 OnRead = Callable[[int], None]
 """Called with the number of bytes of a file that have been read since the last call."""
@@ -66,7 +63,7 @@ def files_sha256(paths: Iterable[Path]) -> str:
 def json_lines(path: Path, on_read: OnRead = lambda size: None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) for the lines of a JSONL file that are not blank. The first line is line 1.
 
-    The file is read line by line, and decompressed if its name ends in .gz or .zst.
+    The file is read line by line, and decompressed if its name ends in .gz.
 
     Raises:
         DataError: The file cannot be read, or a line is not a JSON object.
@@ -102,63 +99,20 @@ def _lines(path: Path, on_read: OnRead) -> Iterator[bytes]:
     """Yield the lines of a file that may be compressed."""
     number = place = 0
     with readable(path), path.open("rb") as raw:
+        lines = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
         try:
-            for line in _decompressed(path, raw):
+            for line in lines:
                 number += 1
                 yield line
                 before, place = place, raw.tell()
                 on_read(place - before)
         except (OSError, EOFError, zlib.error) as error:
-            if path.suffix.lower() not in (".gz", ".zst"):
+            if lines is raw:
                 raise
             reason = str(error).partition("\n")[0]
             raise DataError(
                 f"{path}: broken compressed data after line {number:,} ({reason}); fetch or compress the file again"
             ) from None
-
-
-def _decompressed(path: Path, raw: io.BufferedReader) -> Iterable[bytes]:
-    if path.suffix.lower() == ".gz":
-        return gzip.GzipFile(fileobj=raw)
-    if path.suffix.lower() != ".zst":
-        return raw
-    return io.BufferedReader(_arrow(path).CompressedInputStream(raw, "zstd"))
-
-
-def _arrow(path: Path) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(
-            f"{path}: reading {path.suffix} takes the package pyarrow; run pip install 'difftransformer[data]'"
-        ) from None
-    return pyarrow
-
-
-def parquet_rows(path: Path, columns: tuple[str, ...], on_read: OnRead = lambda size: None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file as mappings of those of the `columns` that it has.
-
-    Raises:
-        DataError: The file cannot be read or is broken, or the extra `data` is missing.
-    """
-    arrow, row = _arrow(path), 0
-    try:
-        with arrow.parquet.ParquetFile(path) as file:
-            size, total = path.stat().st_size, max(1, file.metadata.num_rows)
-            present = [name for name in columns if name in file.schema_arrow.names]
-            if not present:
-                raise DataError(
-                    f"{path}: no column {columns[0]!r} (met {sorted(file.schema_arrow.names)}); rename the column of the text"
-                )
-            for batch in file.iter_batches(_ROWS, columns=present):
-                yield from batch.to_pylist()
-                on_read(size * (row + len(batch)) // total - size * row // total)
-                row += len(batch)
-    except (arrow.ArrowException, OSError) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise DataError(
-            f"{path}: broken Parquet data after row {row} ({reason}); fetch or write the file again"
-        ) from None
 
 
 def load_set(
@@ -173,7 +127,8 @@ def load_set(
 ) -> Any:
     """Load a split of a data set with `datasets`, or open it as a stream, which is not stored first.
 
-    Error messages begin with `name`, which the user gave, and end with `otherwise`, an alternative: ", or ...".
+    `hub_name` is the name of a set on the hub, or a local folder or file. Error messages begin with `name`, which the user
+    gave, and end with `otherwise`, an alternative: ", or ...".
 
     Raises:
         DataError: The library is missing or cannot load the set.
@@ -184,15 +139,31 @@ def load_set(
         raise DataError(
             f"{name}: the package datasets is not installed; run pip install 'difftransformer[data]'{otherwise}"
         ) from None
+    options: dict[str, Any] = {"streaming": True} if streaming else {}
+    if (path := Path(hub_name)).is_file():
+        hub_name, options["data_files"] = str(path.parent), path.name
+    advice = f"check name, configuration, split and network{otherwise}"
+    with _set_faults(name, f"load {path}", advice), errors_only("huggingface_hub"):  # not its warnings about retries
+        return datasets.load_dataset(hub_name, config, split=split, revision=revision, **options)
+
+
+def set_rows(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a data set, which a stream reads from files or the network.
+
+    Raises:
+        DataError: They cannot be read.
+    """
+    with _set_faults(name, "read all rows", "check the files, or the network and try again"):
+        yield from rows
+
+
+@contextmanager
+def _set_faults(name: str, task: str, advice: str) -> Iterator[None]:
     try:
-        with errors_only("huggingface_hub"):  # not its warnings about retries
-            options: dict[str, Any] = {"streaming": True} if streaming else {}
-            return datasets.load_dataset(hub_name, config, split=split, revision=revision, **options)
+        yield
     except Exception as error:  # datasets raises its own errors, those of the hub's client and those of the network
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(
-            f"{name}: datasets cannot load {hub_name} ({reason}); check name, configuration, split and network{otherwise}"
-        ) from None
+        raise DataError(f"{name}: datasets cannot {task} ({reason}); {advice}") from None
 
 
 @contextmanager

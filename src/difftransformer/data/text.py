@@ -23,7 +23,7 @@ from ..errors import ConfigError, DataError
 from ..typed import short
 from . import packages
 from .documents import FIELDS, AnyDocument, Document, Example, LargeDocument, read_example
-from .records import is_held_out, json_lines, load_set, parquet_rows, read_text, readable
+from .records import is_held_out, json_lines, load_set, read_text, readable, set_rows
 from .shards import Split
 
 STDLIB = "python-stdlib"
@@ -34,11 +34,12 @@ _SKIPPED_FOLDERS = frozenset({
 })  # fmt: skip
 _SKIPPED_FILES = frozenset({"html/entities.py", "token.py", "symbol.py"})
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, ".parquet")
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
+SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES)
 SOURCES = (
     f"{STDLIB}; {packages.NAME}; a folder of files that end in {', '.join(SUFFIXES)}; one such file; "
-    "hf:NAME[:CONFIG][:SPLIT] (a Hugging Face datasets name), or hf-stream:NAME[:CONFIG][:SPLIT], which is not stored first"
+    "hf:NAME[:CONFIG][:SPLIT] (a set of the Hugging Face hub, or a folder or file that datasets reads, such as Parquet), or "
+    "hf-stream:NAME[:CONFIG][:SPLIT], which is not stored first"
 )
 HUB_PREFIXES = ("hf:", "hf-stream:")
 LARGE_BYTES = 2**24
@@ -90,10 +91,11 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
 
     Args:
         source: `python-stdlib` (see `read_stdlib`); `python-packages` (see `packages.py`); a folder, which is read recursively
-            without hidden files; a `.txt`, `.md` or `.py` file, which is one document; a `.jsonl` file (also `.jsonl.gz` and
-            `.jsonl.zst`) with one object per line that has a string `text` and optionally a string `name`; a `.parquet` file
-            with such columns; or `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults to `train`, and
-            CONFIG may be empty, as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
+            without hidden files; a `.txt`, `.md` or `.py` file, which is one document; a `.jsonl` file (also
+            `.jsonl.gz`) with one object per line that has a string `text` and optionally a string `name`; or
+            `hf:NAME[:CONFIG][:SPLIT]`, which `datasets` reads (extra `data`): a set of the hub, or a folder or file of
+            Parquet or another of its formats. The split defaults to `train`, and CONFIG may be empty, as in
+            `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
         reading: Gets how much of it has been read.
 
     Names of files may end in upper case too. A file or row whose text is empty is left out, and counted in a warning. A
@@ -115,7 +117,10 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
     if path.is_dir():
         files, missing = walk(path, SUFFIXES), "all {} text files are empty; name a folder that holds text"
         if not files:
-            raise DataError(f"{path}: no {', '.join(SUFFIXES)} file in this folder; name a folder that holds text")
+            raise DataError(
+                f"{path}: no {', '.join(SUFFIXES)} file in this folder; name a folder that holds text, or write "
+                f"hf:{path} to read other files with datasets"
+            )
     else:
         files, missing = [(path.name, path)], "the file has no text; name another one"
         if is_named(path, JSONL_SUFFIXES):
@@ -347,10 +352,6 @@ def _read_file(path: Path, name: str, reading: Reading) -> Iterator[AnyDocument 
             if not isinstance(row_name, str | None):
                 raise DataError(f'{place} has the "name" {short(row_name)}; it must be a string, or left out')
             yield _row_document(row, f"{name}:{number}" if row_name is None else row_name, place)
-    elif is_named(path, [".parquet"]):
-        for number, row in enumerate(parquet_rows(path, FIELDS, reading.add), start=1):
-            row_name = row["name"] if isinstance(row.get("name"), str) else f"{name}:{number}"
-            yield _row_document(row, row_name, f"{path}: row {number}")
     elif (size := path.stat().st_size) > LARGE_BYTES:
         with path.open("rb") as file:
             start = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
@@ -386,13 +387,13 @@ def _read_hub(source: str, reading: Reading) -> Iterator[AnyDocument]:
     if (columns := rows.column_names) is not None:
         if not {"text", "input_ids"} & set(columns):
             raise DataError(
-                f'source {source!r}: no column "text" or "input_ids" (met {sorted(columns)}); write a .jsonl file'
+                f'source {source!r}: no column "text" or "input_ids" (met {sorted(columns)}); rename the column of the text'
             )
-        rows = rows.select_columns([column for column in FIELDS if column in columns and column != "name"])
+        rows = rows.select_columns([column for column in FIELDS if column in columns])
     reading.total = 0 if streaming else len(rows)
 
     def documents() -> Iterator[AnyDocument | None]:
-        for index, row in enumerate(rows):
+        for index, row in enumerate(set_rows(rows, f"source {source!r}")):
             yield _row_document(row, f"{name}/{split}/{index}", f"source {source!r}: row {index}")
             reading.add(1)
 

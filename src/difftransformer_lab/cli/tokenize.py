@@ -17,8 +17,8 @@ def run(
     """Turn text into token shards, which training maps into memory.
 
     Args:
-        source: python-stdlib; a folder or a file of .txt, .md, .py, .jsonl (also .gz, .zst) or .parquet; or hf:NAME
-            (hf-stream:NAME) for a Hugging Face data set.
+        source: python-stdlib; a folder or a file of .txt, .md, .py or .jsonl (also .jsonl.gz); or hf:NAME (hf-stream:NAME)
+            for a set of the Hugging Face hub, or a folder or file of Parquet or other data that datasets reads.
         tokenizer: bpe to train one on the text, byte, or the folder of a pretrained tokenizer.
         vocab_size: Vocabulary size of a trained BPE.
         validation_share: Share of the documents that is held out for validation.
