@@ -20,8 +20,8 @@ from difftransformer.errors import ConfigError
 from difftransformer.families.llama import targets
 from difftransformer.model import count
 from difftransformer.train import checkpoints
+from difftransformer_lab.analysis import read_records
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.report import read_evidence
 from difftransformer_lab.studies import recipe_from
 
 STEPS = 4
@@ -179,7 +179,7 @@ def test_a_recipe_checks_its_option(toy):
 
 
 def test_it_is_trained_and_compared(study):
-    evidence = read_evidence(study / "results.json")
+    evidence = read_records(study / "results.json")
     assert [arm.label for arm in evidence.index.arms] == ["Gated Transformer", "Transformer"]
     gated, twin = evidence.index.sizes
     assert gated.parameters == twin.parameters + 2 * 4

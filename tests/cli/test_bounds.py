@@ -11,11 +11,12 @@ import yaml
 from rich.table import Table
 
 from difftransformer.errors import DataError
+from difftransformer_lab.analysis import analyse
+from difftransformer_lab.analysis.page import study_page, write_page
 from difftransformer_lab.cli.console import console, log, show
 from difftransformer_lab.cli.main import verbs
 from difftransformer_lab.evals.sets.labelled import read_labelled_files
-from difftransformer_lab.report import studied, write_study
-from tests.report.conftest import make_comparison
+from tests.analysis.conftest import make_comparison
 
 COMMAND = [sys.executable, "-m", "difftransformer_lab"]
 
@@ -143,7 +144,7 @@ def test_pages_hold_no_control_characters(tmp_path):
     bad = "\x1b[31m<b>\x07\u202e[bold]"
     evidence = make_comparison(seeds=1, needle=False, allocation=False)
     index = dataclasses.replace(evidence.index, question=bad, about=bad, command=bad)
-    page = write_study(studied(dataclasses.replace(evidence, index=index)), tmp_path)
+    page = write_page(study_page(analyse(dataclasses.replace(evidence, index=index))), tmp_path)
     for path in (page, *tmp_path.rglob("*.csv"), *tmp_path.rglob("*.svg")):
         assert not {*"\x1b\x07\u202e"} & set(path.read_text(encoding="utf-8")), path
     assert "\u241b[31m&lt;b&gt;\u2407\ufffd[bold]" in page.read_text(encoding="utf-8")

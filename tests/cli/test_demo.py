@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from difftransformer.sources import find_model, shipped_models
+from difftransformer_lab.analysis import read_records
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.explorer import DEFAULT_PROMPT
-from difftransformer_lab.report import read_evidence
 from difftransformer_lab.report.stored import stored_demo
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def test_the_demo_trains_a_pair_and_shows_it_beside_the_stored_result(tmp_path, 
     loss = next(row for row in stored_demo().rows if row.figure.unit == "bits/byte").statistic.mean
     assert f"{loss:.3f}" in page
     assert "stored (1,000 steps, 3 seeds)" in page
-    result = read_evidence(tmp_path / "reports" / "demo" / "results.json")
+    result = read_records(tmp_path / "reports" / "demo" / "results.json")
     (bigram,) = result.index.baselines
     for _, _, _, run in result.every_run():
         bits = next(row for row in run.evaluations["perplexity"].measurements if row.name == "bits per byte")

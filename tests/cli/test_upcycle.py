@@ -6,8 +6,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from difftransformer.data import byte_tokenizer
 from difftransformer.model import DiffTransformerForCausalLM
+from difftransformer_lab.analysis import analyse, read_records
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.report import read_evidence, studied
 
 KINDS = "softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex, gate, diff_gate"
 
@@ -88,7 +88,7 @@ def test_the_study(llama, text, tmp_path, capfd):
     words += [word for key, value in shorter.items() for word in ("--set", f"{key}={value}")]
     assert main(words) == 0
     printed = capfd.readouterr().out
-    evidence = read_evidence(tmp_path / "study" / "results.json")
+    evidence = read_records(tmp_path / "study" / "results.json")
     index, names = evidence.index, ["diff_v2", "dex", "softmax+diff_v2", "softmax"]
     assert [arm.name for arm in index.arms] == [size.arm for size in index.sizes] == names
     assert index.upcycling.source == "llama"
@@ -110,7 +110,7 @@ def test_the_study(llama, text, tmp_path, capfd):
     }
     differences = {
         row.arm.name: row.difference
-        for row in studied(evidence).rows
+        for row in analyse(evidence).rows
         if row.figure.unit == "nats/token" and row.difference
     }
     assert set(differences) == {"diff_v2", "dex", "softmax+diff_v2"}
@@ -126,4 +126,4 @@ def test_the_study(llama, text, tmp_path, capfd):
     assert before
     assert main(words) == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert read_evidence(tmp_path / "study" / "results.json").runs == evidence.runs
+    assert read_records(tmp_path / "study" / "results.json").runs == evidence.runs

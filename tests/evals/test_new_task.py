@@ -145,7 +145,7 @@ def test_tasks_and_reports_load_neither_torch_nor_transformers():
     """A report draws the picture of every task, on a machine with Python and matplotlib."""
     files = [path for path in Path(tasks.__file__).parent.glob("*.py") if path.name != "__init__.py"]
     code = without("torch", "transformers") + (
-        "import difftransformer_lab.report\n"
+        "import difftransformer_lab.analysis.page\n"
         "from difftransformer_lab.evals.tasks import registered_tasks\n"
         f"assert len(registered_tasks()) == {len(files)} and registered_tasks()['maps'].draw is not None"
     )

@@ -17,11 +17,11 @@ from difftransformer.train import build_model
 from difftransformer.train.config import TrainingConfig
 from difftransformer.train.parallel import Mesh
 from difftransformer.train.trainer import validate
+from difftransformer_lab.analysis.page import suite_page
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.opening import open_language_model
 from difftransformer_lab.evals.prompts.chat import chat_frame
 from difftransformer_lab.evals.tasks.recall import Options, RecallTask
-from difftransformer_lab.report.page import suite_page
 from difftransformer_lab.results import TaskResult, read_result
 from tests.support.fakes import TensorModel
 from tests.support.task_results import task_result
@@ -176,6 +176,6 @@ def test_the_page_names_the_separator_of_each_model():
         dataclasses.replace(task_result("perplexity", name, []), choices=["Alike.", f"Separated by {token}."])
         for name, token in (("one", "</s>"), ("two", "<eos>"))
     ]
-    (section, *_) = suite_page("s", {"perplexity": results}, []).sections
-    (_, words, _) = section.texts[0]
-    assert words == "Alike. one: Separated by </s>. two: Separated by <eos>."
+    (_, section, *_) = suite_page("s", {"perplexity": results}, []).sections
+    (_, words) = section.texts[0]
+    assert words.startswith("Alike.\none: Separated by </s>.\ntwo: Separated by <eos>.\n")

@@ -68,7 +68,7 @@ def test_names_that_need_less_work_where_less_is_installed(missing):
     """What needs transformers says so, on first use."""
     code = without(*missing) + textwrap.dedent(
         """
-        import difftransformer, difftransformer_lab.report
+        import difftransformer, difftransformer_lab.analysis
         assert "DiffTransformerForCausalLM" in dir(difftransformer)
         if "torch" not in sys.argv:
             import torch

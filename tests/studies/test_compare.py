@@ -12,10 +12,11 @@ import yaml
 from difftransformer.errors import ConfigError, DataError, DiffTransformerError
 from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer.train import checkpoints, read_metrics
+from difftransformer_lab.analysis import analyse, read_records
+from difftransformer_lab.analysis.compare import row_of
+from difftransformer_lab.analysis.page import study_page, write_page
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.plots import style
-from difftransformer_lab.report import read_evidence, studied, write_study
-from difftransformer_lab.report.comparisons import row_of
 from difftransformer_lab.results import TaskResult, read_result
 from difftransformer_lab.studies import compare, recipe_from, start_run
 from difftransformer_lab.studies.jobs import Job, run_jobs
@@ -80,7 +81,7 @@ def copied(study, tmp_path):
 
 @pytest.fixture
 def comparison(study):
-    return read_evidence(study[0] / "results.json")
+    return read_records(study[0] / "results.json")
 
 
 def test_what_it_writes(study, comparison):
@@ -158,7 +159,7 @@ VALUES = {
 
 
 def test_statistics_are_those_of_the_runs(comparison):
-    rows = studied(comparison).rows
+    rows = analyse(comparison).rows
     assert {row.figure.label for row in rows} == set(VALUES)
     for label, (task, name, at) in VALUES.items():
         found = {}
@@ -218,7 +219,7 @@ def test_a_second_run_reuses_everything(study, copied, study_document, compariso
     before = times(folder)
     compare(recipe_from(study_document, source="toy"), folder)
     assert times(folder) == before
-    again = read_evidence(folder / "results.json")
+    again = read_records(folder / "results.json")
     assert again.runs == comparison.runs
     assert again.index.figures == comparison.index.figures
     study_document["compare"]["jobs"] = 1
@@ -252,7 +253,7 @@ def test_only_what_is_missing_or_damaged_is_done_again(
     again = {"needle.json", "perplexity.json", "allocation.json", "record.json"}
     old, new = ({p: t for p, t in one.items() if p.name not in again} for one in (before, times(folder)))
     assert new == old
-    assert measured(read_evidence(folder / "results.json")) == measured(comparison)
+    assert measured(read_records(folder / "results.json")) == measured(comparison)
 
 
 @pytest.mark.parametrize(("part", "change", "words"), [
@@ -331,6 +332,6 @@ def test_any_task_can_be_in_a_study(copied, study_document, no_costs, monkeypatc
     index = compare(recipe_from(study_document, source="toy"), folder)
     labels = [figure.label for figure in index.figures if figure.task == "pairs"]
     assert labels == ["nll of AR-hits", "nll of others", "validation loss (pairs)"]
-    write_study(studied(read_evidence(folder / "results.json")), folder)
+    write_page(study_page(analyse(read_records(folder / "results.json"))), folder)
     assert (folder / "figures" / "pairs.svg").is_file()
     assert "Associative recall" in (folder / "index.html").read_text()

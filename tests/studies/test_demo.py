@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from difftransformer_lab.report import read_evidence
+from difftransformer_lab.analysis import read_records
 from difftransformer_lab.statistics import wilson_interval
 
 STORED = Path(__file__).parents[2] / "docs" / "results" / "demo.json"
@@ -12,7 +12,7 @@ STORED = Path(__file__).parents[2] / "docs" / "results" / "demo.json"
 
 @pytest.fixture(scope="module")
 def result():
-    return read_evidence(STORED)
+    return read_records(STORED)
 
 
 def test_every_model_has_learnt(result):

@@ -12,7 +12,6 @@ import pytest
 from difftransformer.model import count
 from difftransformer.train.memory import step_bytes
 from difftransformer_lab.recipe_files import shipped_recipes
-from difftransformer_lab.report.claims import read_claims
 from difftransformer_lab.results import OWN_BEST, ChosenRate, StudyIndex, read_result
 from difftransformer_lab.studies import Design, load_study
 from difftransformer_lab.studies.plan import FIRST_SEED, load_plan
@@ -125,13 +124,6 @@ def test_slopes_have_the_weights_of_least_squares():
             grown = [3 * x + 7 if term.arms == first else 0 for x, term in zip(at, contrast.terms, strict=True)]
             slope = math.fsum(y * term.weight for y, term in zip(grown, contrast.terms, strict=True))
             assert slope == pytest.approx(3, rel=1e-3)
-
-
-def test_claims_rest_on_contrasts_of_plans():
-    planned = {(plan.study, contrast.name) for plan in map(load_plan, PLANS) for contrast in contrasts_of(plan)}
-    named = [(test.study, test.contrast) for claim in read_claims() for test in (*claim.tests, *claim.beside)]
-    assert named
-    assert set(named) <= planned
 
 
 def extended(design):

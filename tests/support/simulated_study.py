@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from difftransformer_lab.report import Evidence
+from difftransformer_lab.analysis import Records
 from difftransformer_lab.results import (
     Curve,
     Question,
@@ -70,7 +70,7 @@ def study(
     axes: Sequence[StudyAxis] = (),
     first_seed: int = 0,
     **parts: Any,
-) -> Evidence:
+) -> Records:
     """Return a study whose last arm is the reference, with `make` called for every run."""
     arms = [arm if isinstance(arm, StudyArm) else StudyArm(name=arm, label=arm) for arm in arms]
     runs: dict[Any, dict[int, RunRecord]] = {}
@@ -88,7 +88,7 @@ def study(
     words |= {"analysis": "arms", "reference": arms[-1].name, "command": "difftransformer study simulated"}
     lists = {"arms": arms, "axes": list(axes), "figures": list(figures), "members": members, "rates": []}
     index = StudyIndex(**words | lists | {"planned": len(members)} | parts)
-    return Evidence(index=index, path=Path("simulated/laptop.json"), runs=runs, files=files)
+    return Records(index=index, path=Path("simulated/laptop.json"), runs=runs, files=files)
 
 
 def planned(
@@ -99,7 +99,7 @@ def planned(
     return RegisteredPlan(plan=plan, file="plans/simulated.yaml", sha256="5" * 64, commit=commit, committed=at)
 
 
-def save(evidence: Evidence, folder: Path) -> Path:
+def save(evidence: Records, folder: Path) -> Path:
     """Write a study's index and runs below a folder, and return the index."""
     place = folder / evidence.index.name
     for (arm, point, seed), file in evidence.files.items():
@@ -116,7 +116,7 @@ def falling(
     return Curve(steps=x.tolist(), values=[round(float(v), 5) for v in y])
 
 
-def without(evidence: Evidence, arm: str, seed: int) -> Evidence:
+def without(evidence: Records, arm: str, seed: int) -> Records:
     """Return the study without an arm's runs of a seed."""
     runs = {
         key: {s: run for s, run in found.items() if (key[0], s) != (arm, seed)} for key, found in evidence.runs.items()

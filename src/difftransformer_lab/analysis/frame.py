@@ -99,7 +99,7 @@ class Records:
             name = f"{found.task}: {found.name}{at}"
             yield which | {"kind": "evaluation", "figure": name, "value": found.value, "n": found.n}
         for name, curve in run.curves.items():
-            for step, value in zip(curve.steps, curve.values, strict=True):
+            for step, value in zip(curve.steps, curve.values, strict=False):  # figures refuse a curve that is broken
                 yield which | {"kind": "curve", "figure": name, "step": step, "value": value}
 
     @cached_property

@@ -23,7 +23,7 @@ from ..plots.seeds import Pooled, pooled
 from ..plots.style import Drawing, colours_of_pages, inline_svg, models_drawn_as
 from ..printable import printable
 from ..results import TaskResult
-from ..table import NOT_MEASURED, Table, date_words, names, significant
+from ..table import NOT_MEASURED, Group, Table, date_words, names, significant
 from . import figures, tables
 from .frame import Records
 from .study import StudyAnalysis
@@ -168,6 +168,9 @@ def study_page(study: StudyAnalysis) -> Page:
         sections.append(_tables("rates", "Learning rates", tables.rates_table(records)))
     there, planned = _progress(records)
     made = [tables.arms_table(records), tables.machines_table(records)]
+    if study.shared:
+        shared = [[slug, str(count)] for slug, count in study.shared.items()]
+        made.append(Table("shared", "Runs that another study has too", (*names("study"), Group("runs")), shared))
     sections.append(
         Section(
             slug="runs",

@@ -59,21 +59,21 @@ def read_studies(path: Path) -> list[StudyAnalysis]:
     Raises:
         ResultsError: An index or a run cannot be read, or a plan names something that its study does not have.
     """
-    return _beside([analyse(read_records(one)) for one in find_studies(path)])
+    return together([analyse(read_records(one)) for one in find_studies(path)])
 
 
-def _beside(studies: Sequence[StudyAnalysis]) -> list[StudyAnalysis]:
+def together(studies: Sequence[StudyAnalysis]) -> list[StudyAnalysis]:
     """Add what several studies say together: differences in tokens, and shared runs."""
     pool = pooled_runs(one.records for one in studies)
     runs = {one.records.slug: _identities(one.records) for one in studies}
-    together = []
+    joined = []
     for one in studies:
         found = {finding.contrast.name: worth_of(one.records, pool, finding) for finding in one.findings}
         mine = runs[one.records.slug]
         common = {slug: len(mine & other) for slug, other in runs.items() if slug != one.records.slug}
         worths = {name: worth for name, worth in found.items() if worth}
-        together.append(replace(one, worths=worths, shared={slug: count for slug, count in common.items() if count}))
-    return together
+        joined.append(replace(one, worths=worths, shared={slug: count for slug, count in common.items() if count}))
+    return joined
 
 
 def _identities(records: Records) -> set[str]:

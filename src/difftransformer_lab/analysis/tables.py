@@ -81,6 +81,13 @@ def findings_table(study: StudyAnalysis) -> Table:
             cells += [str(one.seeds), str(one.contrast.seeds), *effect_cells(one)]
             cells.append(str(one.same_direction) if one.difference else "")
             cells += [one.difference.interval_method.partition(" over")[0] if one.difference else "", p_text(one.p)]
+            beside = one.beside
+            places = _places(one)
+            cells += (
+                [p_text(beside.p_value), *(fixed(end, places, "+") for end in (beside.low, beside.high))]
+                if beside
+                else [""] * 3
+            )
             if study.worths:
                 found = study.worths.get(one.contrast.name)
                 for difference in (found.tokens, found.time) if found else (None, None):
@@ -95,20 +102,45 @@ def findings_table(study: StudyAnalysis) -> Table:
         Group("seeds on that side"),
         *names("test"),
         Group("p"),
+        Group("Student's t beside", ("p", "low", "high"), "interval", numeric=False),
         *(Group(title, ("mean", "low", "high"), "interval") for title in in_tokens),
         *names("state", "meaning"),
     )
     return Table("findings", "Contrasts of the plan", groups, rows, [RULES, *([TOKENS] if study.worths else [])])
 
 
+def brief_table(study: StudyAnalysis) -> Table:
+    """Return the contrasts of a plan, or every arm by every leading figure, in a few columns."""
+    if study.findings:
+        rows = [[one.contrast.name, effect_text(one), one.state] for one in study.findings]
+        return Table("brief", study.records.index.question, names("contrast", "effect [95 %]", "state"), rows)
+    rows = []
+    for row in (one for one in study.rows if not one.point and not one.figure.secondary):
+        places, change = decimals(study.rows, row.figure), row.difference
+        values = [fixed(row.statistic.mean, places), fixed(row.statistic.standard_error, places)]
+        cells = [fixed(one, places, "+") for one in (change.mean, change.low, change.high)] if change else [""] * 3
+        rows.append([with_unit(row.figure.label, row.figure), row.arm.label, *values, *cells])
+    groups = (
+        *names("measure", "model"),
+        Group("mean", ("mean", "standard error"), "mean"),
+        Group(f"minus {study.records.reference.label}", ("mean", "low", "high"), "interval"),
+    )
+    return Table("brief", study.records.index.question, groups, rows)
+
+
 def effect_cells(finding: Finding) -> list[str]:
-    """Return the effect and its interval, with two digits of the interval's half width; empty while seeds are missing."""
-    mean, low, high = finding.effect, finding.low, finding.high
-    if mean is None:
+    """Return the effect and its interval; empty while seeds are missing."""
+    if finding.effect is None:
         return ["", "", ""]
-    is_known = low is not None and high is not None and high > low
-    places = two_digits((high - low) / 2) if is_known else decimals_for([mean])  # type: ignore[operator]
-    return [fixed(one, places, "+") for one in (mean, low, high)]
+    return [fixed(one, _places(finding), "+") for one in (finding.effect, finding.low, finding.high)]
+
+
+def _places(finding: Finding) -> int:
+    """Return the decimals of an effect: two digits of the interval's half width."""
+    low, high = finding.low, finding.high
+    if low is None or high is None or high == low:
+        return decimals_for([finding.effect or 0.0])
+    return two_digits((high - low) / 2)
 
 
 def effect_text(finding: Finding) -> str:

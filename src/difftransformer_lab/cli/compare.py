@@ -28,7 +28,7 @@ def run(
     read_recipe(recipe)
     from difftransformer.ops import build
 
-    from ..report import read_studies
+    from ..analysis import read_studies
     from ..studies import compare, load_recipe
     from .report import show_study
 

@@ -9,15 +9,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED
 
 from ..printable import printable, printable_line
 
 if TYPE_CHECKING:
-    from ..report.tables import Table
+    from ..table import Table
 
 WIDTH_WITHOUT_TERMINAL = 80  # for logs, which have no width of their own
 
@@ -53,10 +56,19 @@ def show_next(*words: object) -> None:
 
 
 def show_table(table: "Table") -> None:
-    """Print a table; one that is too wide for the terminal is arranged anew."""
-    from ..report.terminal import terminal_table
-
-    console.print(terminal_table(table, console.width))
+    """Print a table. Brackets in names are no markup."""
+    made = RichTable(
+        title=Text(table.title),
+        caption=Text(" ".join(table.notes)),
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for group in table.groups:
+        made.add_column(Text(group.title), justify="right" if group.numeric else "left", overflow="fold")
+    for row in table.folded():
+        made.add_row(*map(Text, row))
+    console.print(made)
 
 
 def log(text: str) -> None:

@@ -45,8 +45,8 @@ def run(out: str = OUT, steps: int = STEPS, seed: int = 0) -> int:
 
     kernels = threading.Thread(target=build.load, daemon=True)
     kernels.start()
+    from ..analysis import read_studies
     from ..report.stored import beside_table, stored_demo, write_demo
-    from ..report.studied import read_studies
     from ..studies import compare, watched_by
 
     recipe = _short_recipe(steps, seed)

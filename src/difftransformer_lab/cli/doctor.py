@@ -35,7 +35,7 @@ def run(device: str | None = None, json: bool = False) -> int:
 
 
 def _print(facts: dict[str, str], checks: list[dict[str, Any]]) -> None:
-    from ..report.tables import Table, columns
+    from ..table import Table, columns
 
     width = max(map(len, facts))
     for name, value in facts.items():

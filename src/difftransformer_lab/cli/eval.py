@@ -62,7 +62,7 @@ def run(
 
 
 def _show(model: str, title: str, results: dict[str, TaskResult], folder: Path) -> int:
-    from ..report.tables import Table, columns
+    from ..table import Table, columns
 
     gaps = Gaps("eval")
     for label, result in results.items():

@@ -111,8 +111,7 @@ def run(
 
 
 def _show_one(result: "TaskResult", stem: Path, verb: str, model: str) -> int:
-    from ..report.tasks import measurement_table, write_picture
-    from ..report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
+    from ..analysis.tasks import corrected_pairs, measurement_table, pairs_table, task_pairs, write_picture
 
     name = result.task
     show_table(measurement_table([result], brief=True))
@@ -142,8 +141,8 @@ def _show_all(
     folder: Path,
     verb: str,
 ) -> int:
-    from ..report import suite_page, write_page
-    from ..report.tasks import measurement_table
+    from ..analysis.page import suite_page, write_page
+    from ..analysis.tasks import measurement_table
 
     for results in filter(None, by_task.values()):
         show_table(measurement_table(results, brief=True))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from difftransformer.model import DiffTransformerConfig
     from difftransformer.model.start_sizes import Branch
 
-    from ..report.tables import Table
     from ..studies import Recipe
+    from ..table import Table
 
 KERNEL_WIDTHS = (32, 16, 8)
 """Multiples that kernels of quantized weights, such as torchao's int4, ask of a matrix; the first is the common one."""
@@ -160,7 +160,7 @@ def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> "Table":
     from difftransformer.model import count, matching_width
     from difftransformer.model.card import size_rows
 
-    from ..report.tables import Table, columns
+    from ..table import Table, columns
 
     twins = {}
     for word in variants():
@@ -181,7 +181,7 @@ def _training(recipe: "Recipe", config: "DiffTransformerConfig", processes: int)
     from difftransformer.train.memory import step_bytes
     from difftransformer.train.parallel import Mesh, Processes
 
-    from ..report.tables import Table, columns
+    from ..table import Table, columns
 
     training, parallel = recipe.training, recipe.parallel
     tokens = training.steps * training.batch_tokens
@@ -202,7 +202,7 @@ def _training(recipe: "Recipe", config: "DiffTransformerConfig", processes: int)
 def _family(name: str, config: Any) -> "Table":
     from difftransformer.families import count_family
 
-    from ..report.tables import Table, columns
+    from ..table import Table, columns
 
     rows = [[field.replace("_", " "), f"{value:,}"] for field, value in vars(count_family(config)).items()]
     titles = columns("", config.attention_type)
@@ -212,7 +212,7 @@ def _family(name: str, config: Any) -> "Table":
 def _backends() -> "Table":
     from difftransformer.ops import BACKENDS
 
-    from ..report.tables import Table, names
+    from ..table import Table, names
 
     rows = [[name, one.description] for name, one in BACKENDS.items()]
     return Table("backends", "Attention backends", names("name", "description"), rows)

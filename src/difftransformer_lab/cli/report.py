@@ -4,9 +4,13 @@ from pathlib import Path
 
 from difftransformer.errors import ResultsError
 
-from ..report import Studied, brief_answer, print_study, read_studies, write_evidence, write_study
-from ..report.lead import STUDIES
-from .console import Gaps, console, show
+from ..analysis import StudyAnalysis, read_studies
+from ..analysis.page import study_page, write_page, write_studies
+from ..analysis.tables import brief_table
+from .console import Gaps, show, show_table
+
+STUDIES = "reports/studies"
+"""Folder of studies, unless a command names another."""
 
 
 def run(results: str, out: str | None = None) -> int:
@@ -21,22 +25,20 @@ def run(results: str, out: str | None = None) -> int:
     studies = read_studies(path)
     if not studies:
         raise ResultsError(f"{path}: no results.json and no study here; name the folder of a comparison or of studies")
-    first = studies[0]
-    if first.evidence.path.name == "results.json":
-        return show_study(first, Path(out) if out else first.evidence.path.parent, "report")
+    first = studies[0].records
+    if first.path.name == "results.json":
+        return show_study(studies[0], Path(out) if out else first.path.parent, "report")
     if path.is_file() or len(studies) == 1:
-        return show_study(first, Path(out) if out else Path(STUDIES) / first.evidence.slug, "report")
-    for one in studies:
-        show(f"{one.evidence.slug}: {brief_answer(one)}")
+        return show_study(studies[0], Path(out) if out else Path(STUDIES) / first.slug, "report")
     gaps = Gaps("report")
-    show(f"Report: {write_evidence(studies, Path(out or STUDIES), on_gap=gaps)}")
+    show(f"Report: {write_studies(studies, Path(out or STUDIES), on_gap=gaps)}")
     return gaps.status
 
 
-def show_study(study: Studied, folder: Path, verb: str) -> int:
-    """Write a study's page, print the study, and return the exit status of the command `verb`."""
+def show_study(study: StudyAnalysis, folder: Path, verb: str) -> int:
+    """Write a study's page, print its findings, and return the exit status of the command `verb`."""
     gaps = Gaps(verb)
-    page = write_study(study, folder, on_gap=gaps)
-    print_study(study, console)
-    show(f"Report: {page}\nResults: {study.evidence.path}")
+    page = write_page(study_page(study), folder, on_gap=gaps)
+    show_table(brief_table(study))
+    show(f"Report: {page}\nResults: {study.records.path}")
     return gaps.status

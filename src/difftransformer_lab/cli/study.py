@@ -59,7 +59,7 @@ def run(
 
     from difftransformer.ops import build
 
-    from ..report import read_studies
+    from ..analysis import read_studies
     from ..studies import Design, Study, load_study
     from ..studies.launcher import submitting
     from .report import show_study
@@ -85,9 +85,9 @@ def run(
 def _describe(study: "Study", at_once: int, device: str) -> int:
     import torch
 
-    from ..report.words import counted
     from ..statistics import detectable
     from ..studies import estimate
+    from ..table import counted
 
     threads = max(1, torch.get_num_threads() // at_once)
     design = study.design

@@ -91,7 +91,7 @@ def run(
 
 
 def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[str]) -> int:
-    from ..report import read_studies
+    from ..analysis import read_studies
     from ..studies import load_recipe, upcycle_and_train
     from .report import show_study
 

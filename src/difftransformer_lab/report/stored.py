@@ -4,25 +4,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from .comparisons import row_of
-from .page import Section, no_gap, write_page
-from .reading import read_evidence
-from .studied import Studied, studied
-from .study_page import study_page
-from .tables import Group, Table, fixed, names
-from .words import counted
+from ..analysis import StudyAnalysis, analyse, read_records
+from ..analysis.compare import row_of
+from ..analysis.page import Section, no_gap, study_page, write_page
+from ..table import Group, Table, counted, fixed, names
 
 FILE = "demo.json"
 
 
-def stored_demo() -> Studied:
+def stored_demo() -> StudyAnalysis:
     """Read the stored comparison: beside the package's modules in a wheel, in docs/results in a source tree."""
     package = Path(__file__).parents[1]
     folders = [folder for folder in (package / "stored", package.parents[1] / "docs" / "results") if folder.is_dir()]
-    return studied(read_evidence(folders[0] / FILE))
+    return analyse(read_records(folders[0] / FILE))
 
 
-def beside_table(run: Studied, stored: Studied) -> Table:
+def beside_table(run: StudyAnalysis, stored: StudyAnalysis) -> Table:
     """Return loss and needle accuracy of a run and of the stored comparison, a line for each model and measure."""
     groups = (
         *names("measure", "model"),
@@ -30,10 +27,10 @@ def beside_table(run: Studied, stored: Studied) -> Table:
         Group(f"stored ({_size(stored)})", ("mean", "standard error"), "mean"),
     )
     rows = []
-    for figure in stored.evidence.index.figures:
+    for figure in stored.records.index.figures:
         if figure.unit != "bits/byte" and figure.name != "accuracy":
             continue
-        for arm in run.evidence.index.arms:
+        for arm in run.records.index.arms:
             own, other = (row_of(study.rows, figure.label, arm.name, ()) for study in (run, stored))
             if own and other:
                 statistic = other.statistic
@@ -46,7 +43,9 @@ def beside_table(run: Studied, stored: Studied) -> Table:
     return Table("beside", "This run and the stored result", groups, rows, notes)
 
 
-def write_demo(run: Studied, stored: Studied, folder: Path, maps: Path, on_gap: Callable[[str], None] = no_gap) -> Path:
+def write_demo(
+    run: StudyAnalysis, stored: StudyAnalysis, folder: Path, maps: Path, on_gap: Callable[[str], None] = no_gap
+) -> Path:
     """Write the page of a run of the demo.
 
     Args:
@@ -67,7 +66,7 @@ def write_demo(run: Studied, stored: Studied, folder: Path, maps: Path, on_gap: 
     return write_page(replace(page, sections=[beside, explorer, *page.sections]), folder, on_gap=on_gap)
 
 
-def _size(study: Studied) -> str:
-    seeds = len({seed for _, _, seed, _ in study.evidence.every_run()})
-    steps = max(run.recipe["training"]["steps"] for *_, run in study.evidence.every_run())
+def _size(study: StudyAnalysis) -> str:
+    seeds = len({seed for _, _, seed, _ in study.records.every_run()})
+    steps = max(run.recipe["training"]["steps"] for *_, run in study.records.every_run())
     return f"{steps:,} steps, {counted(seeds, 'seed')}"

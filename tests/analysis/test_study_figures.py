@@ -6,8 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from difftransformer_lab.report import studied, study_figures
-from difftransformer_lab.report.lead import draw_lead, what_would_decide
+from difftransformer_lab.analysis import analyse, figures
 from difftransformer_lab.results import Curve, RunFigure, StudyArm, StudyAxis, StudyFigure
 from tests.support.simulated_study import LOSS, record, study
 
@@ -23,11 +22,11 @@ def canvases(monkeypatch):
         drawn.append(canvas)
         return caption
 
-    monkeypatch.setattr(study_figures, "finish", finish)
+    monkeypatch.setattr(figures, "finish", finish)
     return drawn
 
 
-def test_a_run_that_diverged_is_left_out_of_curves_and_named(canvases):
+def test_a_run_that_diverged_is_left_out_of_curves(canvases):
     steps = [100, 200, 300]
 
     def make(arm, point, seed):
@@ -44,8 +43,8 @@ def test_a_run_that_diverged_is_left_out_of_curves_and_named(canvases):
         return dataclasses.replace(run, diverged_after=137, figures=[], curves=cut)
 
     evidence = study(["diff", "twin"], [LOSS], 3, make)
-    for draw in (study_figures.draw_losses, study_figures.draw_lambda):
-        assert draw(evidence).endswith(" Left out, since diverged: diff, seed 0, after step 137.")
+    for draw in (figures.draw_losses, figures.draw_lambda):
+        draw(evidence)
     losses, lambdas = (canvas.axes[0].lines for canvas in canvases)
     ends = [line.get_xydata()[-1].tolist() for line in losses]
     assert ends == [[300, 2.0], [300, 2.0], [300, 2.5], [300, 2.5]]  # the twin's three seeds, and two of DIFF
@@ -57,7 +56,7 @@ def transfer(widths, numbers):
     rates = StudyAxis(name="rate", values=["low", "middle", "high"], numbers=numbers)
     values = {"low": 0.3, "middle": 0.9, "high": 0.5}
     axes = [StudyAxis(name="width", values=widths), rates]
-    return studied(
+    return analyse(
         study(
             ["diff", "v2", "twin"],
             [SHARE],
@@ -70,7 +69,7 @@ def transfer(widths, numbers):
 
 def test_rings_of_rates_lie_on_the_best_one_and_no_width_is_left_out(canvases):
     widths = [str(2**place) for place in range(4, 13)]
-    study_figures.draw_transfer((found := transfer(widths, [0.001, 0.002, 0.004])).evidence, found.rows)
+    figures.draw_transfer((found := transfer(widths, [0.001, 0.002, 0.004])).records, found.rows)
     (canvas,) = canvases
     assert [text.get_text() for text in canvas.legends[0].texts] == [f"width {width}" for width in widths]
     shown = canvas.axes[:3]
@@ -82,8 +81,7 @@ def test_rings_of_rates_lie_on_the_best_one_and_no_width_is_left_out(canvases):
 
 def test_rates_that_are_no_numbers_are_not_drawn_over_an_axis(canvases):
     found = transfer(["16", "32"], None)
-    assert study_figures.draw_transfer(found.evidence, found.rows) is None
-    assert draw_lead(found) is not None
+    assert figures.draw_transfer(found.records, found.rows) is None
 
 
 def test_values_of_an_axis_are_drawn_in_the_order_of_their_numbers(canvases):
@@ -91,34 +89,23 @@ def test_values_of_an_axis_are_drawn_in_the_order_of_their_numbers(canvases):
     evidence = study(
         ["diff", "twin"], [LOSS], 1, lambda arm, point, seed: record([LOSS], {LOSS.label: 2.0}, arm=arm), axes=axes
     )
-    study_figures.draw_axes(evidence, studied(evidence).rows, LOSS)
+    figures.draw_axes(evidence, analyse(evidence).rows, LOSS)
     assert [container.lines[0].get_xdata().tolist() for container in canvases[0].axes[0].containers] == [
         [1.0, 2.0, 3.0]
     ] * 2
 
 
-def test_only_seeds_on_the_same_data_are_drawn_and_decide_how_many_are_needed(canvases):
+def test_only_seeds_on_the_same_data_are_drawn(canvases):
     """Seed 0 of DIFF saw other data: alone it would hide the effect of the others."""
 
     def make(arm, point, seed):
         loss = 2.0 + (arm == "twin") * (0.1 + 0.2 * (seed == 2)) + 9.0 * (arm == "diff" and seed == 0)
         return record([LOSS], {LOSS.label: loss}, arm=arm, seed=seed, data=f"{arm == 'diff' and seed == 0:064d}")
 
-    found = studied(study(["diff", "twin"], [LOSS], 4, make))
-    study_figures.draw_arms(found.evidence, found.rows)
+    found = analyse(study(["diff", "twin"], [LOSS], 4, make))
+    figures.draw_arms(found.records, found.rows)
     (dots,) = (line for line in canvases[0].axes[0].lines if line.get_marker() == "o" and line.get_alpha())
     assert sorted(dots.get_xdata()) == pytest.approx([-0.3, -0.1, -0.1])
-    assert ", would tell diff and twin apart on held-out loss, " in what_would_decide(found)[0]
-
-
-def test_where_models_have_different_numbers_of_seeds_the_sentence_says_what_the_command_asks_for():
-    def make(arm, point, seed):
-        return record([LOSS], {LOSS.label: 2.0 + (arm == "twin") * (0.1 + 0.01 * seed)}, arm=arm, seed=seed)
-
-    found = studied(study(["diff", "wide", "twin"], [LOSS], {"diff": 3, "wide": 7, "twin": 3}, make))
-    deciding, command = what_would_decide(found)
-    assert deciding.startswith("7 seeds of every model, about 16 minutes where")  # 8 runs of 120 seconds
-    assert command.endswith(" --seeds 7")
 
 
 def test_losses_by_position_are_those_of_one_task(canvases):
@@ -131,27 +118,26 @@ def test_losses_by_position_are_those_of_one_task(canvases):
         more.append(RunFigure(task="other", at={"start": 16, "end": 24}, value=9.0, **same))
         return record([LOSS], {LOSS.label: 2.0}, arm=arm, seed=seed, more=more)
 
-    caption = study_figures.draw_positions(study(["diff", "twin"], [LOSS], 2, make))
-    assert caption.startswith("Held-out loss by position in the context of perplexity, ")
+    figures.draw_positions(study(["diff", "twin"], [LOSS], 2, make))
     assert canvases[0].axes[0].lines[0].get_xydata().tolist() == [[4.0, 1.0], [12.0, 1.0]]
 
 
 def test_long_labels_of_panels_side_by_side_do_not_overlap(monkeypatch):
     """As they are drawn, in pixels."""
     canvases = []
-    monkeypatch.setattr(study_figures, "finish", lambda *given: canvases.append(given[3]))
+    monkeypatch.setattr(figures, "finish", lambda *given: canvases.append(given[3]))
     arms = [
         StudyArm(name="diff", label="DIFF with a headwise norm, and lambda learned for each layer by itself"),
         StudyArm(name="v2", label="DIFF V2"),
         StudyArm(name="twin", label="the Transformer with as many parameters and heads"),
     ]
-    figures = [
+    measures = [
         StudyFigure(label=f"retrieval, unseen cities in long texts, {i}", task="t", name=f"{i}") for i in range(4)
     ]
     rng = np.random.default_rng(0)
-    values = lambda: {one.label: rng.normal() for one in figures}  # noqa: E731
-    evidence = study(arms, figures, 3, lambda arm, point, seed: record(figures, values(), arm=arm, seed=seed))
-    study_figures.draw_arms(evidence, studied(evidence).rows)
+    values = lambda: {one.label: rng.normal() for one in measures}  # noqa: E731
+    evidence = study(arms, measures, 3, lambda arm, point, seed: record(measures, values(), arm=arm, seed=seed))
+    figures.draw_arms(evidence, analyse(evidence).rows)
     canvas = canvases[0]
     canvas.draw_without_rendering()
     for texts in (

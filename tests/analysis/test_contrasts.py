@@ -9,9 +9,9 @@ import pytest
 from scipy import stats
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.report import studied
-from difftransformer_lab.report.contrasts import Registration, questions_of
-from difftransformer_lab.report.questions import contrasts_table, finding_words
+from difftransformer_lab.analysis import analyse
+from difftransformer_lab.analysis.contrasts import questions_of
+from difftransformer_lab.analysis.tables import effect_text, findings_table
 from difftransformer_lab.results import (
     OWN_BEST,
     ChosenRate,
@@ -133,13 +133,12 @@ def test_only_planned_seeds_count_and_no_verdict_comes_early():
     early = confirming(values, [contrast()], seeds=21, first_seed=1990)
     (found,) = findings(early)
     assert (found.state, len(found.values), found.difference) == ("incomplete", 11, None)
-    registration = studied(early).registration
-    assert finding_words(found, registration).endswith("so far 11 of 12 seeds, and no verdict before all are there")
+    assert findings_table(analyse(early)).folded()[0][3:5] == ["11 of 12", ""]
     (found,) = findings(confirming(values, [contrast()], seeds=40, first_seed=1990))
     assert list(found.values) == list(range(2000, 2012))
     assert found.state == "below"
     (found,) = findings(confirming(values, [contrast()], seeds=5, first_seed=1990))
-    assert finding_words(found, registration).endswith(": not run yet")
+    assert (found.state, found.seeds, found.effect, found.p) == ("incomplete", 0, None, None)
 
 
 def test_a_seed_on_other_data_does_not_count():
@@ -193,7 +192,7 @@ def test_contrasts_under_holm_are_tested_together_and_nothing_is_decided_before_
     found = tested(together)
     assert [one.difference.p_holm for one in found] == pytest.approx([2 * small, large])
     assert [one.state for one in found] == ["below", "below"]
-    assert "by Holm's rule over 2" in finding_words(found[0], Registration())
+    assert [one.p for one in found] == [one.difference.p_holm for one in found]
     assert [one.difference.p_holm for one in tested(plan)] == [None, None]
     assert [(one.state, one.difference) for one in tested(together, seeds=11)] == [("incomplete", None)] * 2
 
@@ -210,7 +209,7 @@ def test_a_contrast_that_holm_does_not_decide_says_so():
     assert alone.state == "below"
     (found, second) = findings(evidence)
     assert (found.state, second.state) == ("open", "not tested")
-    assert ": not decided after Holm's correction (" in finding_words(found, Registration())
+    assert found.difference.p_value <= 0.05 < found.p
 
 
 def test_a_contrast_in_doublings_has_its_bounds_in_tokens():
@@ -240,25 +239,12 @@ def test_a_contrast_in_doublings_has_its_bounds_in_tokens():
     assert one.difference.p_value == pytest.approx(stats.ttest_rel(a, c).pvalue)
     assert one.meaning == "DIFF has the lower loss, by less than 0.15 doublings"
     assert found(0.05).meaning == "DIFF has the lower loss, by more than 0.05 doublings"
-    assert "Student's t test, p" in finding_words(one, Registration())
+    assert one.difference.interval_method == "fieller over seeds"
     assert [*one.values.values()] == pytest.approx((a - c) / (b - c).mean())
     with pytest.raises(ResultsError, match="scale 'doublings', and the study has it for two arms' figures"):
         found(0.1, test="welch")
     (short,) = findings(confirming(drawn({}), [contrast(scale="doublings")]))
     assert (short.state, short.values) == ("incomplete", {})
-
-
-def test_the_table_of_a_plan_says_how_many_runs_never_got_there():
-    curves = {"diff": [0.0, 1.0], "v2": [0.0, 0.5], "softmax": [0.0, 0.5]}
-    steps = StudyFigure(label="steps", curve="validation_accuracy", reaches=0.9, unit="steps")
-
-    def make(arm, point, seed):
-        values = [0.0, 0.5] if seed == 2003 else curves[arm]
-        return record([], {}, arm=arm, seed=seed, curves={steps.curve: Curve(steps=[500, 1000], values=values)})
-
-    plan = planned([Question(question="Is DIFF sooner?", contrasts=[contrast(figure="steps")])])
-    (row,) = contrasts_table(studied(study(ARMS, [steps], 12, make, first_seed=2000, plan=plan))).folded()
-    assert "diff: 1 of 12; softmax: 12 of 12" in row
 
 
 def test_the_test_follows_from_the_number_of_seeds_and_the_plan():
@@ -369,7 +355,7 @@ def test_a_plan_is_registered_only_if_every_run_began_after_its_commit():
     """Runs of 120 seconds are over at 03:04:05, so that they began at 03:02:05."""
     for at, is_registered in (("2026-01-02T03:02:04Z", True), ("2026-01-02T03:02:05+00:00", False)):
         evidence = confirming(drawn({}), [contrast()], at=at)
-        assert studied(evidence).registration.is_registered == is_registered
+        assert analyse(evidence).registration.is_registered == is_registered
     evidence = confirming(drawn({}), [contrast()])
     runs = evidence.runs["diff", ()]
     runs[2007] = dataclasses.replace(runs[2007], created="2025-12-31T00:00:00+00:00")
@@ -377,14 +363,14 @@ def test_a_plan_is_registered_only_if_every_run_began_after_its_commit():
     runs[2007] = dataclasses.replace(runs[2007], began="2025-12-31T12:00:00+00:00", created="2026-01-02T00:00:00+00:00")
     in_no_contrast = dataclasses.replace(runs[2000], created="2025-01-01T00:00:00+00:00")
     evidence.runs["v2", ()][2000] = in_no_contrast
-    found = studied(evidence).registration
-    assert found.words == "planned, not registered"
+    found = analyse(evidence).registration
+    assert not found.is_registered
     assert found.why_not.startswith(
         "runs/diff-seed2008.json began on 30 December 2025, 12:00 UTC, and the plan's commit is of 1 January 2026"
     )
     assert "2 of the 24 runs are older" in found.why_not
     plan = planned([Question(question="?", contrasts=[contrast()])], commit="", at="")
-    found = studied(confirming(drawn({}), [], plan=plan)).registration
+    found = analyse(confirming(drawn({}), [], plan=plan)).registration
     assert not found.is_registered
     assert found.why_not == "plans/simulated.yaml is in no commit with this content."
 
@@ -400,26 +386,22 @@ def test_a_plan_that_names_what_the_study_lacks_is_refused(parts, named):
         findings(confirming(lambda *_: 0.0, [contrast(**parts)], axes=[START]))
 
 
-def test_sentences_name_the_effect_first():
+def test_a_finding_has_the_effect_and_interval_of_the_exact_test():
     steps = [-0.02, -0.018, -0.016, -0.015, -0.014, -0.013, -0.012, -0.01, -0.008, -0.006, -0.004, 0.004]
     evidence = confirming(lambda arm, _, seed: 3.0 + (steps[seed - 2000] if arm == "diff" else 0.0), [contrast()])
-    one = studied(evidence)
-    (found,) = one.findings
+    (found,) = analyse(evidence).findings
     expected = stats.permutation_test((steps,), np.mean, permutation_type="samples", n_resamples=np.inf)
-    words = finding_words(found, one.registration)
     subsets = (part for size in range(1, 13) for part in itertools.combinations(steps, size))
     means = sorted(sum(part) / len(part) for part in subsets)
     low, high = means[101], means[-102]  # 2.5 % of 4096 sign patterns are 102
-    interval = f"-0.0110 nats/token [{low:.4f}, {high:.4f}]"
-    assert words.startswith(f"DIFF minus Transformer: {interval}, below zero in 11 of 12 seeds: ")
-    assert words.endswith(f"DIFF has the lower loss (registered; exact sign-flip test, p {expected.pvalue:.3f})")
-    evidence = confirming(drawn({}, seed=1), [contrast(smallest=0.001)])
-    (found,) = findings(evidence)
-    assert ": cannot be told apart from zero (registered; " in finding_words(found, one.registration)
+    assert (found.effect, found.low, found.high, found.seeds) == pytest.approx((-0.011, low, high, 12))
+    assert found.p == pytest.approx(expected.pvalue)
+    assert effect_text(found) == f"-0.0110 nats/token [{low:.4f}, {high:.4f}]"
+    assert (found.state, found.same_direction, found.meaning) == ("below", 11, "DIFF has the lower loss")
+    (found,) = findings(confirming(drawn({}, seed=1), [contrast(smallest=0.001)]))
+    assert (found.state, found.meaning) == ("open", "")
     (found,) = findings(confirming(drawn({"diff": -1.0}), [contrast(seeds=3)]))
-    words = finding_words(found, one.registration)
-    assert "too few seeds to decide, at least 5 are needed" in words
-    assert " p " not in words
+    assert (found.state, found.meaning) == ("too few seeds", "")
 
 
 def test_the_area_under_a_curve_is_its_mean_over_steps():

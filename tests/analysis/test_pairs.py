@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from difftransformer_lab.analysis.page import suite_page
+from difftransformer_lab.analysis.tasks import corrected_pairs, measurement_table, task_pairs
 from difftransformer_lab.evals.scores import mean, proportion
 from difftransformer_lab.plots.seeds import pooled
-from difftransformer_lab.report.page import all_tables, suite_page
-from difftransformer_lab.report.tasks import measurement_table
-from difftransformer_lab.report.tasks.pairs import corrected_pairs, task_pairs
 from difftransformer_lab.results import ItemScore, Measurement
 from tests.support.task_results import task_result
+
+
+def all_tables(page):
+    return [table for section in page.sections for table, _ in section.every_table]
 
 
 def scored(model, values, name="nll", task="harness", **options):
@@ -36,22 +39,17 @@ def test_a_suite_compares_every_two_models() -> None:
     assert "3 comparisons" in " ".join(table.notes)
 
 
-def test_every_model_of_a_suite_is_compared_with_the_last_one() -> None:
-    """The first task has no result of b, the second none of the reference, the third all."""
-    rng, shifts = np.random.default_rng(0), {"x/best": 0.0, "y/best": 0.5, "z/twin": 0.2}
-    base = rng.normal(3, 1, 30)
-    by_model = {model: scored(model, base + shift + rng.normal(0, 0.05, 30)) for model, shift in shifts.items()}
-    parts = {"one": ["x/best", "z/twin"], "two": ["x/best", "y/best"], "all": [*by_model]}
+def test_a_suite_shows_the_first_measure_of_each_task_for_every_model() -> None:
+    """The first task has no result of b, the second none of c."""
+    by_model = {model: scored(model, [value] * 3) for model, value in (("x/a", 1.0), ("y/b", 2.0), ("z/c", 3.0))}
+    parts = {"one": ["x/a", "z/c"], "two": ["x/a", "y/b"]}
     by_task = {label: [by_model[model] for model in models] for label, models in parts.items()}
-    missing = [("two", "z/twin", "too long"), ("one", "y/best", "too long")]
-    lead = suite_page("mine", by_task, missing, [*by_model, "never/opened"]).lead
-    assert lead.table.header()[2::2] == ["x/best: value", "y/best: value", "z/twin: value"]
-    verdicts = {row[0]: [cell if cell == "not measured" else word for cell, word in zip(row[2::2], row[3::2], strict=True)]
-                for row in lead.table.rows}  # fmt: skip
-    assert verdicts == {
-        "one": ["better", "not measured", "reference"], "two": ["", "", "not measured"], "all": ["better", "worse", "reference"]
-    }  # fmt: skip
-    assert lead.answer == "x/best, compared with z/twin: better on one and all."
+    missing = [("two", "z/c", "too long"), ("one", "y/b", "too long")]
+    page = suite_page("mine", by_task, missing, [*by_model, "never/opened"])
+    (table,) = page.sections[0].tables
+    assert table.header() == ["task", "measure", "a", "b", "c"]
+    assert [row[2:] for row in table.rows] == [["1.000", "not measured", "3.000"], ["1.000", "2.000", "not measured"]]
+    assert page.gaps == ["two on z/c: too long", "one on y/b: too long"]
 
 
 def test_p_values_are_corrected_for_all_tasks_of_a_page() -> None:
@@ -119,7 +117,11 @@ def test_a_share_has_the_decimals_of_its_interval(right, n, text) -> None:
 def test_few_items_are_named() -> None:
     for n, named in ((19, True), (20, False)):
         results = [scored(model, np.random.default_rng(n).normal(size=n)) for model in "ab"]
-        tables = [table for table in all_tables(suite_page("mine", {"loss": results}, [])) if table.name != "verdicts"]
+        tables = [
+            table
+            for table in all_tables(suite_page("mine", {"loss": results}, []))
+            if table.name not in ("all", "models")
+        ]
         assert ["ewer than 20 items" in " ".join(table.notes) for table in tables] == [named] * 2
     row = proportion("accuracy", [True, False] * 20, {}, units=[i // 4 for i in range(40)])
     table = measurement_table([task_result("needle", "a", [row])])

@@ -2,8 +2,9 @@
 
 import pytest
 
+from difftransformer_lab.analysis import analyse
+from difftransformer_lab.analysis.page import study_page, suite_page, write_page
 from difftransformer_lab.evals.scores import proportion
-from difftransformer_lab.report import studied, suite_page, write_page, write_study
 from tests.support.chromium import CONTRAST, chromium
 from tests.support.task_results import task_result
 
@@ -27,8 +28,8 @@ def pages(comparison, make, tmp_path_factory):
     missing = [("perplexity", LONG + "a", f"{LONG}.txt: no such file")]
     many = make(seeds=2, models=("diff", "diff_v2", "softmax"), layers=40, lengths=(512, 4096))
     return {
-        "comparison": write_study(studied(comparison), folder / "study"),
-        "many": write_study(studied(many), folder / "many"),
+        "comparison": write_page(study_page(analyse(comparison)), folder / "study"),
+        "many": write_page(study_page(analyse(many)), folder / "many"),
         "suite": write_page(suite_page("s" * 60, found, missing), folder / "suite"),
     }
 

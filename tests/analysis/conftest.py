@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from difftransformer_lab.analysis import Records
 from difftransformer_lab.evals.scores import details, mean, proportion
-from difftransformer_lab.report import Evidence
 from difftransformer_lab.results import (
     ArmSize,
     BaselineNll,
@@ -172,7 +172,7 @@ def make_comparison(
     layers: int = 6,
     needle_counts: int = 4,
     lengths: tuple[int, ...] = (512,),
-) -> Evidence:
+) -> Records:
     """A comparison in which models[0] is better by `advantage` nats a token, and finds more needles if so."""
 
     def make(model: str, point: tuple[str, ...], seed: int) -> RunRecord:
@@ -207,11 +207,11 @@ def make_comparison(
 
 
 @pytest.fixture(scope="session")
-def make() -> Callable[..., Evidence]:
+def make() -> Callable[..., Records]:
     return make_comparison
 
 
 @pytest.fixture(scope="session")
-def comparison() -> Evidence:
+def comparison() -> Records:
     """Three seeds; DIFF wins."""
     return make_comparison()

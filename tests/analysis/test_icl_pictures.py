@@ -2,8 +2,8 @@
 
 import pytest
 
+from difftransformer_lab.analysis.tasks import draw_task
 from difftransformer_lab.evals.tasks import icl, order
-from difftransformer_lab.report.tasks import draw_task
 from difftransformer_lab.results import ItemScore, Measurement
 from tests.support.task_results import task_result
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
+from difftransformer_lab.analysis.tasks import draw_task, measurement_table
 from difftransformer_lab.evals.tasks import allocation, maps, outliers, quantized
-from difftransformer_lab.report.tasks import draw_task, measurement_table
 from difftransformer_lab.results import Grid, Measurement
 from tests.support.task_results import task_result
 

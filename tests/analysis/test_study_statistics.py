@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from itertools import product
 
 import numpy as np
@@ -10,13 +9,18 @@ import pytest
 from scipy import stats
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.report import read_evidence, studied
-from difftransformer_lab.report.answers import answer, answers, brief_explored, scaling_answers
-from difftransformer_lab.report.comparisons import compare, in_direction, row_of, timed_seeds
-from difftransformer_lab.report.lead import plain_answer, verdicts_table
-from difftransformer_lab.report.scaling import fit_power_law, interpolate, scaling_of
-from difftransformer_lab.report.study_tables import HELD_OUT, costs_table, equal_time_differences, figures_table
-from difftransformer_lab.results import Curve, StudyArm, StudyAxis, StudyFigure, figure_of, write_result
+from difftransformer_lab.analysis import analyse, read_records
+from difftransformer_lab.analysis.compare import compare, in_direction, row_of, timed_seeds
+from difftransformer_lab.analysis.page import study_page
+from difftransformer_lab.analysis.scaling import fit_power_law, interpolate, scaling_of
+from difftransformer_lab.analysis.tables import (
+    HELD_OUT,
+    brief_table,
+    costs_table,
+    equal_time_differences,
+    figures_table,
+)
+from difftransformer_lab.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
 from tests.support.simulated_study import LOSS, record, save, study
 
 SEEDS = 5
@@ -37,18 +41,6 @@ def losses(effects, rng):
     return study(ARMS, [LOSS], SEEDS, make)
 
 
-def test_an_effect_is_said_first_and_nothing_is_decided():
-    clear, none = losses({"diff": -1.0}, np.random.default_rng(0)), losses({}, np.random.default_rng(1))
-    text = answer(clear, compare(clear), LOSS).text
-    assert re.match(r"diff minus softmax -\d\.\d+ nats/token \[-\S+, -\S+\], below zero in 5 of 5 seeds \(", text)
-    assert text.endswith("; explored with the normal start, not confirmed.")
-    assert "told apart" not in text
-    text = answer(none, compare(none), LOSS).text
-    assert ", cannot be told apart; explored with the normal start, not confirmed." in text
-    for word in ("better than", "worse", "Holm", "opposite"):
-        assert word not in text
-
-
 def test_differences_are_those_of_a_paired_t_test():
     evidence = losses({"diff": -0.01}, np.random.default_rng(1))
     rows = compare(evidence)
@@ -62,10 +54,10 @@ def test_differences_are_those_of_a_paired_t_test():
     assert row.excludes_zero == (expected.pvalue < 0.05)
 
 
-def test_a_figure_that_no_run_has_is_said():
-    found = studied(study(["diff", "twin"], [SHARE], 2, lambda arm, point, seed: record([], {}, arm=arm, seed=seed)))
-    assert answers(found)[0].text == plain_answer(found) == "No run has accuracy."
-    assert brief_explored(found) == "Accuracy: no run has it."
+def test_a_figure_that_no_run_has_is_in_no_table():
+    found = analyse(study(["diff", "twin"], [SHARE], 2, lambda arm, point, seed: record([], {}, arm=arm, seed=seed)))
+    assert found.rows == brief_table(found).rows == []
+    assert "arms" not in [section.slug for section in study_page(found).sections]
 
 
 def test_runs_on_other_data_are_not_paired():
@@ -92,9 +84,13 @@ def test_arms_at_a_ceiling_are_equal_and_have_no_interval():
     rows = compare(evidence)
     row = row_of(rows, SHARE.label, "diff", ())
     assert (row.excludes_zero, row.difference.low, row.same_direction) == (False, None, 3)
-    text = answer(evidence, rows, SHARE).text
-    assert "equal in 3 of 3 seeds (1.00 against 1.00; higher is better), without an interval;" in text
-    assert "[" not in text
+    assert figures_table(evidence, rows, [SHARE], "share", "").folded()[0] == [
+        "diff",
+        "3",
+        "1.00 ± 0.00",
+        "+0.00",
+        "3 of 3",
+    ]
 
 
 def test_seeds_are_counted_in_the_direction_of_their_mean():
@@ -135,12 +131,6 @@ def test_a_level_that_nothing_reaches_has_no_mean_and_no_difference():
     assert cells["softmax"][1] == "not reached"
     assert cells["diff_v2"][1] == "950.90 ± 0.52"  # 90 % of the way from step 500 to 1000, 1001, 1002
     assert cells["diff_v2"][2].startswith("-50.10 ")  # minus 1001
-    assert answer(evidence, rows, STEPS).text.startswith(
-        "All of 3 runs of diff and 3 runs of softmax never got to 0.9."
-    )
-    found = [row[1] for row in verdicts_table(evidence, rows).folded()]
-    assert found[::2] == ["3 of 3 never got there, not reached"] * 2
-    assert found[1].startswith("950.90 \u00b1 0.52, ")
 
 
 def test_runs_that_reach_the_level_are_counted_over_all_settings():
@@ -154,13 +144,12 @@ def test_runs_that_reach_the_level_are_counted_over_all_settings():
         ("diff", (), 2, 6, False), ("softmax", (), 0, 6, False), ("diff", ("a",), 0, 3, True),
         ("softmax", ("a",), 0, 3, False), ("diff", ("b",), 2, 3, False), ("softmax", ("b",), 0, 3, False),
     ]  # fmt: skip
-    assert " 4 of 6 runs of diff and 6 of 6 runs of softmax never got to 0.9;" in answer(evidence, rows, STEPS).text
     assert row_of(rows, STEPS.label, "softmax", ()).statistic.mean == 1000
-    overview = {row[0]: row[1] for row in verdicts_table(evidence, rows).folded()}  # 950 where it is reached, else 1000
-    assert overview == {
-        "diff": "983 ± 8; 4 of 6 never got there, no clear difference",
-        "softmax": "6 of 6 never got there, not reached",
-    }
+    table = figures_table(evidence, rows, [STEPS], "steps", "").folded()  # 950 where it is reached, else 1000
+    assert [(row[1], row[3], row[-1]) for row in table[:2]] == [
+        ("diff", "983 ± 8", "4 of 6"),
+        ("softmax", "not reached", "6 of 6"),
+    ]
 
 
 def test_an_arm_is_compared_where_the_reference_alone_reaches_the_level():
@@ -189,11 +178,6 @@ def test_means_over_settings_are_paired_seed_by_seed():
     row = row_of(rows, LOSS.label, "diff", ())
     assert row.pairs == 3
     assert row.difference.p_value == pytest.approx(stats.ttest_rel(own, other).pvalue)
-    better = 0
-    for point, seeds in (("0", range(4)), ("0.4", range(3))):
-        better += sum(drawn["diff", point, seed] - drawn["softmax", point, seed] for seed in seeds) < 0
-    words = f" Mean over 2 settings, in {better or 'none'} of which diff has the better mean."
-    assert words in answer(evidence, rows, LOSS).text
 
 
 def test_an_axis_of_one_value_adds_no_comparison():
@@ -255,7 +239,6 @@ def test_the_planted_share_of_parameters_is_found():
     worse = scaling_of(scaling_study(np.random.default_rng(0), factor=1 / 1.6, noise=0.0))
     assert worse.needs[3].raw.share == math.inf
     assert [need.fit.outside for need in worse.needs[:4]] == [False, False, False, True]
-    assert not any("rises" in one.text for one in scaling_answers(evidence, scaling))
 
 
 def test_intervals_of_a_share_are_of_the_bootstrap_of_residuals():
@@ -273,28 +256,6 @@ def test_intervals_of_a_share_are_of_the_bootstrap_of_residuals():
         shares.append(np.exp(np.interp(-drawn[-1, 1], -drawn[:, 0], logs) - logs[-1]))
     expected = np.quantile(shares, [0.025, 0.975])
     assert [need.raw.low, need.raw.high] == pytest.approx(expected, abs=0.05 * (expected[1] - expected[0]))
-
-
-def test_the_brief_answer_is_about_the_first_arm():
-    two = scaling_study(np.random.default_rng(0), noise=0.0)
-    arms = [two.index.arms[0], StudyArm(name="wide", label="wide"), two.index.arms[1]]
-    wide = {("wide", point): runs for (arm, point), runs in two.runs.items() if arm == "softmax"}
-    files = {("wide", point, seed): file for (arm, point, seed), file in two.files.items() if arm == "softmax"}
-    index = dataclasses.replace(two.index, arms=arms)
-    three = dataclasses.replace(two, index=index, runs=two.runs | wide, files=two.files | files)
-    assert brief_explored(studied(three)) == brief_explored(studied(two))
-
-
-def test_a_loss_that_rises_with_size_is_told():
-    evidence = scaling_study(np.random.default_rng(0), noise=0.0)
-    runs = evidence.runs["softmax", ("l", "many")]
-    for seed, one in runs.items():
-        figure = dataclasses.replace(one.figures[0], value=one.figures[0].value + 1.0)
-        runs[seed] = dataclasses.replace(one, figures=[figure])
-    by_size, by_tokens = scaling_answers(evidence, scaling_of(evidence))
-    rises = "With more parameters the mean loss of softmax rises at some step, as no power law does."
-    assert by_size.text.endswith(rises)
-    assert "rises" not in by_tokens.text
 
 
 @pytest.mark.slow
@@ -335,25 +296,25 @@ def test_a_study_is_read_back_from_its_files(tmp_path):
     rng = np.random.default_rng(0)
     evidence = losses({"diff": 0.1}, rng)
     path = save(evidence, tmp_path)
-    assert compare(read_evidence(path)) == compare(evidence)
+    assert compare(read_records(path)) == compare(evidence)
     members = [dataclasses.replace(member, arm="nobody") for member in evidence.index.members]
     write_result(dataclasses.replace(evidence.index, members=members), path)
     with pytest.raises(ResultsError, match="of arm 'nobody'"):
-        read_evidence(path)
+        read_records(path)
     alone = [arm for arm in evidence.index.arms if arm.name == evidence.index.reference]
     write_result(dataclasses.replace(evidence.index, arms=alone), path)
     with pytest.raises(ResultsError, match="is the only arm"):
-        read_evidence(path)
+        read_records(path)
     write_result(dataclasses.replace(evidence.index, reference="nobody"), path)
     with pytest.raises(ResultsError, match="the reference 'nobody' is not an arm"):
-        read_evidence(path)
+        read_records(path)
 
 
 def test_tuning_runs_are_in_no_comparison(tmp_path):
     evidence = losses({}, np.random.default_rng(0))
     members = [dataclasses.replace(member, is_tuning=member.seed == 0) for member in evidence.index.members]
     path = save(dataclasses.replace(evidence, index=dataclasses.replace(evidence.index, members=members)), tmp_path)
-    assert {row.pairs for row in compare(read_evidence(path)) if row.difference} == {SEEDS - 1}
+    assert {row.pairs for row in compare(read_records(path)) if row.difference} == {SEEDS - 1}
 
 
 def test_times_are_compared_between_machines_of_one_kind():

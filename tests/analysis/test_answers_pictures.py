@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from difftransformer_lab.analysis.tasks import draw_task
 from difftransformer_lab.evals.tasks import hallucination, math, needle, recall
-from difftransformer_lab.report.tasks import draw_task
 from difftransformer_lab.results import Measurement
 from tests.support.task_results import task_result
 

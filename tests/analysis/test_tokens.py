@@ -6,12 +6,10 @@ import math
 import pytest
 from scipy import stats
 
-from difftransformer_lab.report import studied
-from difftransformer_lab.report.claims import Claim, ClaimTest, judge
-from difftransformer_lab.report.questions import contrasts_table, verdicts_table
-from difftransformer_lab.report.studied import with_worths
-from difftransformer_lab.report.study_page import claims_table
-from difftransformer_lab.report.tokens import gains, pooled_runs, worth, worth_words
+from difftransformer_lab.analysis import analyse
+from difftransformer_lab.analysis.contrasts import gains, pooled_runs, worth
+from difftransformer_lab.analysis.study import together
+from difftransformer_lab.analysis.tables import findings_table
 from difftransformer_lab.results import Contrast, CostRow, Question, StudyAxis, Term
 from tests.support.simulated_study import LOSS, planned, record, study
 
@@ -47,7 +45,7 @@ def percent(doublings):
 
 
 def test_a_difference_in_tokens_and_at_equal_time_is_that_of_the_known_losses():
-    (found,) = with_worths([studied(evidence())])
+    (found,) = together([analyse(evidence())])
     worths = found.worths["v2 minus softmax"]
     assert worths.gain == pytest.approx(0.3)
     values = [-0.03 + one for one in WOBBLE.values()]
@@ -58,11 +56,9 @@ def test_a_difference_in_tokens_and_at_equal_time_is_that_of_the_known_losses():
     assert worths.time.mean == pytest.approx(-0.1 + math.log2(1.1))
     assert worths.time.high - worths.time.low == pytest.approx(2 * half)
     said = f"{percent(-0.1):+.1f} % [{percent(-0.1 - half):+.1f}, {percent(-0.1 + half):+.1f}]"
-    assert worth_words(worths).startswith(f"{said}; at equal time {percent(-0.1 + math.log2(1.1)):+.1f} % [")
-    assert said in contrasts_table(found).folded()[0]
-    assert said in verdicts_table(found).folded()[0][3]
-    tests = [ClaimTest(study="simulated", contrast="v2 minus softmax", favours="below")]
-    assert claims_table(judge([Claim(claim="c", paper="p", tests=tests)], [found])).rows[0][-2] == worth_words(worths)
+    (row,) = findings_table(found).folded()
+    assert said in row
+    assert any(cell.startswith(f"{percent(-0.1 + math.log2(1.1)):+.1f} % [") for cell in row)
 
 
 def test_the_length_nearest_to_half_is_taken_from_any_study_of_the_same_seeds_data_and_model():
@@ -85,9 +81,8 @@ def test_without_a_gain_or_times_that_compare_nothing_is_said():
     assert worth(differences, {}) is None
     assert worth(differences, dict.fromkeys(SEEDS, -0.1)) is None
     assert worth(differences, dict.fromkeys(SEEDS, 0.3)).time is None
-    (other,) = with_worths([studied(evidence(axes=[StudyAxis(name="start", values=["one"])]))])
-    assert worth_words(other.worths["v2 minus softmax"])
-    assert worth_words(None) == ""
+    (other,) = together([analyse(evidence(axes=[StudyAxis(name="start", values=["one"])]))])
+    assert other.worths["v2 minus softmax"].gain == pytest.approx(0.3)
 
 
 def test_times_that_were_measured_in_turns_come_before_those_of_the_runs():
@@ -95,6 +90,6 @@ def test_times_that_were_measured_in_turns_come_before_those_of_the_runs():
     costs = [
         CostRow(model=arm, label=arm, train_step_seconds=s, **sizes) for arm, s in (("v2", 0.12), ("softmax", 0.1))
     ]
-    (found,) = with_worths([studied(evidence(costs=costs))])
+    (found,) = together([analyse(evidence(costs=costs))])
     one = found.worths["v2 minus softmax"]
     assert one.time.mean - one.tokens.mean == pytest.approx(math.log2(1.2))
