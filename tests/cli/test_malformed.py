@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from difftransformer_lab.cli.main import main
+from tests.analysis.conftest import make_comparison
 from tests.conftest import TOY
-from tests.report.conftest import make_comparison
 from tests.support import tiny_folders
 from tests.support.simulated_study import save
 
