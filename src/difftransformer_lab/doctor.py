@@ -74,8 +74,6 @@ def _check(backend: Backend, device: torch.device, dtype: torch.dtype) -> CheckO
     """Check a backend on all trials that there is time for, with new tensors full of NaN, but for those that C++ makes."""
     start, worst = time.monotonic(), 0.0
     for trial in TRIALS:
-        # FlexAttention has no gradients on the CPU.
-        trial = trial._replace(needs_grad=trial.needs_grad and not (backend.name == "flex" and device.type == "cpu"))
         with warnings.catch_warnings(action="ignore"), deterministically(fill_memory=True):
             outcome = check(backend, device, dtype, [trial])
         if outcome is None or outcome.problem is not None:
@@ -87,12 +85,11 @@ def _check(backend: Backend, device: torch.device, dtype: torch.dtype) -> CheckO
 
 
 def _milliseconds(backend: Backend, device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the shortest of three times of a causal call with 4 heads of width 64, with gradients where there are any."""
+    """Return the shortest of four times of a causal call with 4 heads of width 64, forward and backward."""
     length = TIMED_LENGTHS[device.type]
     try:
         inputs = [torch.ones(1, 4, length, 128, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-        with torch.set_grad_enabled(backend.name != "flex" or device.type == "cuda"):
-            return 1e3 * min(_seconds(backend.name, inputs) for _ in range(4))
+        return 1e3 * min(_seconds(backend.name, inputs) for _ in range(4))
     except (BackendUnavailable, torch.OutOfMemoryError):
         return None
 
@@ -101,8 +98,7 @@ def _seconds(name: str, inputs: list[torch.Tensor]) -> float:
     start = time.perf_counter()
     query, key, value = inputs
     out = differential_attention(query, key, value, 0.5, is_causal=True, backend=name)
-    if out.requires_grad:
-        torch.autograd.grad(out.sum(), inputs)
+    torch.autograd.grad(out.sum(), inputs)
     if out.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start
@@ -111,7 +107,7 @@ def _seconds(name: str, inputs: list[torch.Tensor]) -> float:
 def machine_facts(device: torch.device) -> dict[str, str]:
     """Return what a bug report needs to say of this machine."""
     facts = {"difftransformer": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    for package in ("torch", "transformers", "safetensors", "triton", "flash-attn"):
+    for package in ("torch", "transformers", "safetensors", "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
     facts |= {

@@ -156,7 +156,7 @@ def test_backend(saved, generate, fails, kind):
     assert generate(*words, "--backend", "reference") == generate(*words)
     assert "no backend is named 'fast'" in fails(*words, "--backend", "fast")
     if not torch.cuda.is_available():
-        assert "backend 'flash' cannot run this problem" in fails(*words, "--backend", "flash")
+        assert "backend 'cudnn' cannot run this problem" in fails(*words, "--backend", "cudnn")
 
 
 def test_diffllama_is_accelerated(saved, generate, monkeypatch):

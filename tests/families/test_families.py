@@ -287,12 +287,14 @@ def test_maps_are_returned_and_no_implementation_is_plain(family, tmp_path):
         assert len(outputs.attentions) == 4
         for attention in outputs.attentions:
             torch.testing.assert_close(attention.sum(-1), torch.full((2, 6, 21), 0.75))
-    with pytest.raises(ConfigError, match="attn_implementation='flash_attention_3' is not supported"):
-        ours.set_attn_implementation("flash_attention_3")
+    with pytest.raises(ConfigError, match="attn_implementation='flex_attention' is not supported; leave it out"):
+        ours.set_attn_implementation("flex_attention")
 
 
 @pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "AutoModelForSequenceClassification"])
-@pytest.mark.parametrize(("asked", "backend"), [("eager", "reference"), ("sdpa", "sdpa"), (None, "auto")])
+@pytest.mark.parametrize(
+    ("asked", "backend"), [("eager", "reference"), ("sdpa", "sdpa"), ("flash_attention_2", "auto"), (None, "auto")]
+)
 def test_the_implementation_that_is_asked_for(kind, asked, backend, tmp_path):
     """At the start too, where the configuration gets one name for all."""
     auto = getattr(transformers, kind)

@@ -7,7 +7,6 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from difftransformer.errors import ConfigError
 from tests.support.tiny_models import tiny
 
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 9, 17, 2)]  # the third needs two passes
@@ -80,9 +79,3 @@ def test_greedy_tokens(monkeypatch):
 )
 def test_greedy_tokens_of_variants(variant, implementation):
     check(implementation, VARIANTS[variant])
-
-
-def test_an_implementation_without_masks_is_refused():
-    model = tiny(implementation="flex_attention")
-    with pytest.raises(ConfigError, match=r"attn_implementation='flex_attention'.*use 'sdpa' or 'eager'"):
-        model.generate_batch(PROMPTS)

@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 from torch.export import Dim
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import warning_once
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.attention import VARIANTS
-from difftransformer.errors import BackendUnavailable, ConfigError, ShapeError
+from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.model.pretrained import ATTN_IMPLEMENTATIONS
 from difftransformer.ops import observe_inputs
 from tests.support import independent_model
@@ -83,9 +83,9 @@ def assert_close(found, expected, *where, tolerance=TOLERANCE):
     assert relative_error(found, expected) < tolerance, where
 
 
-def switched(model, implementations=IMPLEMENTATIONS):
+def switched(model):
     """Each implementation, once the model has it."""
-    for implementation in implementations:
+    for implementation in IMPLEMENTATIONS:
         model.set_attn_implementation(implementation)
         yield implementation
 
@@ -148,11 +148,8 @@ class TestEquations:
 
 class TestMasks:
     @pytest.mark.parametrize("kind", TYPES)
-    @pytest.mark.parametrize(
-        "implementations", [IMPLEMENTATIONS, pytest.param(("flex_attention",), marks=pytest.mark.slow)]
-    )
     @pytest.mark.parametrize("side", ["left", "right"])
-    def test_padding(self, kind, implementations, side):
+    def test_padding(self, kind, side):
         """A padded row alone gives the same logits."""
         model = tiny(attention_type=kind)
         lengths = (9, 4, 1)
@@ -161,7 +158,7 @@ class TestMasks:
             mask[row, (slice(9 - length, None) if side == "left" else slice(length))] = 1
         real, positions = mask.bool(), (mask.cumsum(1) - 1).clamp_min(0)
         alone = torch.cat([expected_logits(model, batch[row][real[row]][None])[0] for row in range(3)])
-        for implementation in switched(model, implementations):
+        for implementation in switched(model):
             for given in ({}, {"position_ids": positions}):
                 out = logits(model, batch, attention_mask=mask, **given)
                 for found, expected in zip(out[real].split(lengths), alone.split(lengths), strict=True):
@@ -169,7 +166,7 @@ class TestMasks:
             unmasked = logits(model, batch)
             assert side == "right" or relative_error(unmasked[1], out[1]) > 1e-2  # the mask matters
 
-    @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "flex_attention"])
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
     def test_padding_in_a_loaded_model(self, implementation, tmp_path):
         model = tiny()
         model.save_pretrained(tmp_path)
@@ -178,15 +175,8 @@ class TestMasks:
         ids, mask = tokens(1, 9), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
         assert_close(logits(loaded, ids, attention_mask=mask)[:, 3:], expected_logits(model, ids[:, 3:]))
 
-    def test_flash_attention_2_is_refused_where_it_cannot_run(self):
-        """Padding or not: nothing else is taken in its place."""
-        model = tiny(implementation="flash_attention_2")
-        for mask in (None, torch.tensor([[0, 0, 1, 1, 1, 1]])):
-            with pytest.raises(BackendUnavailable, match=r"'flash' cannot run .*flash: runs on CUDA, not on cpu"):
-                logits(model, tokens(1, 6), attention_mask=mask)
-
     def test_every_implementation_is_tested_with_padding(self):
-        assert set(ATTN_IMPLEMENTATIONS) == {*IMPLEMENTATIONS, "flex_attention", "flash_attention_2", "paged|eager"}
+        assert set(ATTN_IMPLEMENTATIONS) == {*IMPLEMENTATIONS, "paged|eager"}
 
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
     def test_mask_dtypes(self, dtype):
@@ -468,13 +458,16 @@ class TestOutputs:
 
 
 class TestImplementations:
-    @pytest.mark.parametrize("name", ["flash", "paged|sdpaa", "sdpaa", "kernels-community/flash-attn"])
+    @pytest.mark.parametrize(
+        "name", ["flex_attention", "flash", "paged|sdpaa", "sdpaa", "kernels-community/flash-attn"]
+    )
     def test_unknown_is_refused_with_the_allowed_names(self, name):
-        allowed = re.escape("difftransformer, eager, paged|eager, sdpa, flash_attention_2, flex_attention")
-        with pytest.raises(ConfigError, match=f"not supported; choose one of {allowed}"):
+        allowed = re.escape("difftransformer, eager, paged|eager, sdpa")
+        words = f"not supported; leave it out for the default, 'difftransformer' .*, or choose one of {allowed}$"
+        with pytest.raises(ConfigError, match=words):
             DiffTransformerForCausalLM._from_config(tiny_config(), attn_implementation=name)
         model = tiny()
-        with pytest.raises(ConfigError, match=f"not supported; choose one of {allowed}"):
+        with pytest.raises(ConfigError, match=words):
             model.set_attn_implementation(name)
         assert model.config._attn_implementation == "difftransformer"
 
@@ -485,8 +478,6 @@ class TestImplementations:
             "eager": "reference",
             "paged|eager": "reference",
             "sdpa": "sdpa",
-            "flash_attention_2": "flash",
-            "flex_attention": "flex",
         }[name]
         built = DiffTransformerForCausalLM._from_config(tiny_config(attn_backend="chunked"), attn_implementation=name)
         switched = DiffTransformerForCausalLM(tiny_config(attn_backend="chunked"))
@@ -495,6 +486,22 @@ class TestImplementations:
         for model in (built, switched):
             assert {layer.self_attn.backend for layer in model.model.layers} == {backend}
             assert model.config._attn_implementation == model.model.config._attn_implementation == name
+
+    @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
+    def test_flash_attention_chooses_the_default_and_says_so_once(self, name, tmp_path):
+        tiny().save_pretrained(tmp_path)
+        warning_once.cache_clear()
+        heard = _Heard("difftransformer.model.pretrained")
+        for open_model in (DiffTransformerForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
+            model = open_model(tmp_path, attn_implementation=name)
+            assert {layer.self_attn.backend for layer in model.model.layers} == {"auto"}
+            assert model.config._attn_implementation == "difftransformer"
+        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(name)
+        assert {layer.self_attn.backend for layer in model.model.layers} == {"auto"}
+        heard.close()
+        words = f"attn_implementation='{name}': this package's own kernels, the default, are used in its place"
+        assert heard.lines == [words]
 
 
 class _Heard(logging.Handler):

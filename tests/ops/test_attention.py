@@ -182,7 +182,7 @@ REFUSED_NORMS = [
 def test_refusals_of_the_norm(error, changes, words):
     arguments = {"lam": 0.5, "weight": zeros(6), "eps": 1e-5} | changes
     value = arguments.pop("value", zeros(2, 2, 7, 6))
-    for backend in (*PLAIN, "flex"):
+    for backend in PLAIN:
         with pytest.raises(error, match=words) as caught:
             normed_differential_attention(zeros(2, 4, 5, 8), zeros(2, 2, 7, 8), value, **arguments, backend=backend)
         assert "\n" not in str(caught.value)
@@ -196,7 +196,7 @@ def test_a_backend_that_is_no_name(backend):
 
 @pytest.mark.parametrize(("error", "changes", "words"), REFUSED, ids=lambda x: None if isinstance(x, type) else "")
 def test_refusals_say_what_to_do(error, changes, words):
-    for backend in ("auto", *PLAIN, "flex"):
+    for backend in ("auto", *PLAIN):
         with pytest.raises(error, match=words) as caught:
             call(**changes, backend=backend)
         assert "\n" not in str(caught.value)

@@ -14,8 +14,6 @@ from difftransformer.ops import (
     build,
     differential_attention,
     explain,
-    flash,
-    flex,
     reference,
     select_backend,
     softmax_attention,
@@ -42,10 +40,8 @@ def no_kernels(monkeypatch):
 
 
 @pytest.fixture
-def no_packages(monkeypatch):
-    """As if neither flash-attn nor Triton were installed."""
-    for module in (flash, flex):
-        monkeypatch.setattr(module, "_missing", lambda *_: "not here")
+def no_triton(monkeypatch):
+    """As if Triton were not installed."""
     monkeypatch.setattr(triton, "_unavailable", lambda device_type: "not here")
 
 
@@ -85,7 +81,7 @@ def test_auto_takes_the_kernels_on_the_cpu(op, dtype, changes):
         (problem(0, op="softmax"), "no_kernels", "chunked"),
     ],
 )
-@pytest.mark.usefixtures("no_packages")
+@pytest.mark.usefixtures("no_triton")
 def test_auto_where_other_kernels_do_not_serve(asked, built, taken, request):
     request.getfixturevalue(built)
     assert select_backend(asked).name == taken
@@ -98,15 +94,12 @@ def on_cuda(length, **changes):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("restriction", RESTRICTED, ids=str)
 def test_auto_takes_our_kernels_on_cuda(restriction, dtype, monkeypatch):
-    """For differential attention always; for ordinary attention where flash-attn is not there and it takes a mask."""
+    """For differential attention always; for ordinary attention where it takes a mask."""
     monkeypatch.setattr(triton, "_unavailable", lambda device_type: None if device_type == "cuda" else "not here")
-    monkeypatch.setattr(flex, "_missing", lambda: None)
-    for missing in (None, "not here"):
-        monkeypatch.setattr(flash, "_missing", lambda package, missing=missing: missing)
-        for length in (0, 1, 64, 8192, 100_000):
-            for needs_grad in (False, True):
-                asked = on_cuda(length, dtype=dtype, needs_grad=needs_grad, **restriction)
-                assert select_backend(asked).name == "triton"
+    for length in (0, 1, 64, 8192, 100_000):
+        for needs_grad in (False, True):
+            asked = on_cuda(length, dtype=dtype, needs_grad=needs_grad, **restriction)
+            assert select_backend(asked).name == "triton"
     asked = on_cuda(8192, dtype=dtype, op="softmax", **restriction)
     assert select_backend(asked).name == ("triton" if restriction else "sdpa")
     assert select_backend(on_cuda(8192, dtype=dtype, width=256, **restriction)).name != "triton"
@@ -114,36 +107,29 @@ def test_auto_takes_our_kernels_on_cuda(restriction, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "with_flash", "without", "without_both"),
+    ("asked", "taken"),
     [
-        (on_cuda(64), "flash", "sdpa", "sdpa"),
-        (on_cuda(8192), "flash", "sdpa", "sdpa"),
-        (on_cuda(8192, dtype=torch.float32), "sdpa", "sdpa", "sdpa"),
-        (on_cuda(8192, window=64), "flash", "flex", "chunked"),
-        (on_cuda(8192, cu_seqlens=True, needs_grad=True), "flash", "flex", "chunked"),
-        (on_cuda(8192, attn_mask=True), "flex", "flex", "chunked"),
-        (on_cuda(512, attn_mask=True), "sdpa", "sdpa", "sdpa"),
-        (on_cuda(8192, kv_range=True), "flash", "flex", "chunked"),
-        (on_cuda(8192, kv_range=True, needs_grad=True), "flex", "flex", "chunked"),
-        (on_cuda(8192, kv_range=True, kv_start=True), "flex", "flex", "chunked"),
-        (on_cuda(8192, op="softmax"), "sdpa", "sdpa", "sdpa"),
-        (on_cuda(8192, op="softmax", window=64), "flash", "flex", "chunked"),
-        (on_cuda(512, op="softmax", cu_seqlens=True), "flash", "sdpa", "sdpa"),
-        (on_cuda(8192, op="softmax", attn_mask=True), "flex", "flex", "chunked"),
-        (on_cuda(8192, width=8, attn_mask=True), "chunked", "chunked", "chunked"),
-        (on_cuda(0), "chunked", "chunked", "chunked"),
+        (on_cuda(64), "sdpa"),
+        (on_cuda(8192), "sdpa"),
+        (on_cuda(8192, dtype=torch.float32), "sdpa"),
+        (on_cuda(8192, window=64), "chunked"),
+        (on_cuda(8192, cu_seqlens=True, needs_grad=True), "chunked"),
+        (on_cuda(8192, attn_mask=True), "chunked"),
+        (on_cuda(512, attn_mask=True), "sdpa"),
+        (on_cuda(8192, kv_range=True), "chunked"),
+        (on_cuda(8192, kv_range=True, needs_grad=True), "chunked"),
+        (on_cuda(8192, kv_range=True, kv_start=True), "chunked"),
+        (on_cuda(8192, op="softmax"), "sdpa"),
+        (on_cuda(8192, op="softmax", window=64), "chunked"),
+        (on_cuda(512, op="softmax", cu_seqlens=True), "sdpa"),
+        (on_cuda(8192, op="softmax", attn_mask=True), "chunked"),
+        (on_cuda(8192, width=8, attn_mask=True), "chunked"),
+        (on_cuda(0), "chunked"),
     ],
 )
-def test_auto_among_the_packages_on_cuda(asked, with_flash, without, without_both, monkeypatch):
-    # What is left where no kernel of this package's own serves.
-    monkeypatch.setattr(backends, "TABLE", tuple(row for row in backends.TABLE if row.backend != "triton"))
-    monkeypatch.setattr(flash, "_missing", lambda package: "not here" if package == "flex_head_fa" else None)
-    monkeypatch.setattr(flex, "_missing", lambda: None)
-    assert select_backend(asked).name == with_flash
-    monkeypatch.setattr(flash, "_missing", lambda package: "not here")
-    assert select_backend(asked).name == without
-    monkeypatch.setattr(flex, "_missing", lambda: "not here")
-    assert select_backend(asked).name == without_both
+@pytest.mark.usefixtures("no_triton")
+def test_auto_on_cuda_without_our_kernels(asked, taken):
+    assert select_backend(asked).name == taken
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
@@ -249,7 +235,7 @@ def test_unknown_names_list_the_known():
     query, key, value, lam, _ = Case("x").inputs()
     with pytest.raises(
         BackendUnavailable,
-        match=r"no backend is named 'flash9'.*'auto'.*reference, cpu, .*chunked, sdpa, cudnn, flash, flex",
+        match=r"no backend is named 'flash9'.*'auto'.*reference, cpu, .*chunked, sdpa, cudnn",
     ):
         differential_attention(query, key, value, lam, backend="flash9")
     with pytest.raises(BackendUnavailable, match="flash9"), use_backend("flash9"):
@@ -270,11 +256,11 @@ def test_a_named_backend_that_cannot_says_why_for_each():
 def test_explain():
     reasons = explain(problem())
     assert tuple(reasons) == backend_names()
-    assert all(reasons[name] is None for name in ("reference", "cpu", "chunked", "sdpa", "flex"))
+    assert all(reasons[name] is None for name in ("reference", "cpu", "chunked", "sdpa"))
     assert explain(problem(width=256))["triton"] == "takes D up to 128 and E up to 256, not D = 256 and E = 64"
     odd = problem(device_type="cuda", dtype=torch.bfloat16, width=20)
     assert explain(odd)["triton"] == "takes multiples of 8 as D and E in bfloat16, not D = 20 and E = 64"
-    assert reasons["flash"] == "runs on CUDA, not on cpu"
+    assert reasons["cudnn"] == "runs on CUDA, not on cpu"
     assert explain(problem(device_type="cuda"))["cpu"] == "runs on the CPU, not on cuda"
     assert explain(problem(dtype=torch.float64))["cpu"] == "takes float32, bfloat16 and float16, not float64"
     assert "no queries" in explain(problem(0))["sdpa"]

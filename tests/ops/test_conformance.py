@@ -79,7 +79,7 @@ def decoding(name, **fields):
     return Case(name, **({"B": 2, "H": 4, "G": 2, "T": 1, "S": 150, "D": 17, "E": 19, "kwargs": CAUSAL} | fields))
 
 
-# The norm is apart from the forms of Triton's backward pass, and `attend` adds it to flex as to the backends of float64.
+# The norm is apart from the forms of Triton's backward pass, and `attend` adds it to the other backends.
 WITH_NORM = (*PLAIN, "both_maps triton", "triton on CUDA")
 NORMED = [
     *(BY_NAME[name] for name in ("63 own heads causal", "257 window", "grouped, cross, narrow value", "one query")),
@@ -91,7 +91,7 @@ NORMED = [
 QUICK_NORMED = ("grouped, cross, narrow value", "one query", "left padding", "wide")
 
 
-@each((*WITH_NORM, "flex"), NORMED, FP32, heavy=QUICK_NORMED, few={"flex": QUICK_NORMED[:1]})
+@each(WITH_NORM, NORMED, FP32, heavy=QUICK_NORMED)
 def test_the_norm_equals_the_equations(backend, case, dtype):
     backend.assert_right(case, dtype, norm=True)
 
@@ -384,7 +384,7 @@ def test_any_lam(backend, case, lam):
     backend.assert_right(with_inputs(case, with_lam))
 
 
-@each((*PLAIN, "sdpa", "flex"), [SMALL, decoding("decoding", lam="query")], heavy=("small",))
+@each((*PLAIN, "sdpa"), [SMALL, decoding("decoding", lam="query")], heavy=("small",))
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
 def test_any_scale(backend, case, scale):
     backend.assert_right(dataclasses.replace(case, kwargs=case.kwargs | {"scale": scale}))

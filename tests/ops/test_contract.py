@@ -144,7 +144,7 @@ WHOLE = [
 ]
 
 
-@each((*PLAIN, "sdpa", "flex", "flash"), WHOLE)
+@each((*PLAIN, "sdpa"), WHOLE)
 def test_the_widest_window_leaves_nothing_out(backend, case):
     """Positions are int32 in kernels, in which a position less the window may not be a number."""
     widest = dataclasses.replace(case, kwargs=case.kwargs | {"window": 2**31 - 1})
@@ -194,16 +194,11 @@ def assert_isolated(case, name, function):
         assert_same_bits(grads, zeros_grads)
 
 
-@each((*FLOAT64, "flex"), ISOLATED, few={"flex": ("window", "mask of keys")})  # the others are `isolated` as in these
+@each(FLOAT64, ISOLATED)
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_nan_reaches_only_queries_that_may_attend_to_it(backend, case, name):
     """The other outputs, and the gradients that come from them, keep every bit."""
-
-    def function(*inputs):
-        with torch.set_grad_enabled(backend.name != "flex"):
-            return backend.attend(case)(*inputs)
-
-    assert_isolated(case, name, function)
+    assert_isolated(case, name, backend.attend(case))
 
 
 @each(("chunked",), [case for case in ISOLATED if case.name in ("mask", "mask by head")])
@@ -488,21 +483,6 @@ def test_compiles_where_torch_cannot_trace_which_devices_have_autocast(backend, 
     attend, inputs = op(SMALL, backend), SMALL.inputs(requires_grad=False)[:4]
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*inputs), attend(*inputs))
-
-
-@each(("flex",), COMPILED, heavy=("both ends, causal mask",))
-def test_flex_compiles_without_a_graph_break(backend, case):
-    torch.compiler.reset()
-    with torch.no_grad():
-        out = torch.compile(backend.attend(case), fullgraph=True, backend="eager")(*case.inputs()[:4])
-    assert relative_error(out, exact(case)["out"]) < 2e-5
-
-
-@each(
-    ("flash",), [BY_NAME[name] for name in ("shared key", "softmax", "more queries than keys")], quick=("shared key",)
-)
-def test_flash_compiles_without_a_graph_break(backend, case):
-    test_flex_compiles_without_a_graph_break(backend, case)
 
 
 @each(("triton",))

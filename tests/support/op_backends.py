@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import flex_attention as torch_flex
 
 from difftransformer.ops import (
     cudnn,
     differential_attention,
-    flash,
-    flex,
     normed_differential_attention,
     softmax_attention,
 )
@@ -156,102 +151,9 @@ def force_forms(patch, *names):
     return taken
 
 
-def flex_as_on_a_gpu(patch):
-    """The path of CUDA, gradients included, by PyTorch's own unfused form of FlexAttention in place of a kernel."""
-    if not hasattr(torch_flex, "_validate_device"):
-        pytest.skip("this torch refuses gradients on the CPU elsewhere")
-    patch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
-    patch.setattr(flex, "_has_kernel", lambda device_type: True)
-    compiled = torch.compile(flex.flex_attention, fullgraph=True, backend="eager")
-    patch.setattr(flex, "_compiled", lambda: compiled)
-
-
-class FlashPackage(types.ModuleType):
-    """A stand-in for flash_attn, or for flex_head_fa with the pairs of widths that this compiles; it knows their rules.
-
-    Written from what the package's README says of its three functions, in float64 and a loop over head and query.
-    """
-
-    __version__ = "2.8.3"
-
-    def __init__(self, name="flash_attn", pairs=()):
-        super().__init__(name)
-        self.pairs, self.calls = pairs, []
-
-    def _check(self, name, q, k, v, scale):
-        self.calls.append(name)
-        assert k.shape[-1] == q.shape[-1] <= 256
-        assert (q.shape[-1], v.shape[-1]) in self.pairs or v.shape[-1] == q.shape[-1]
-        assert q.shape[-2] % k.shape[-2] == 0
-        assert scale > 0
-
-    def _row(self, q, k, v, scale, causal, window):
-        """(T, H, D), (S, G, D), (S, G, C) -> (T, H, C). Keys from i + S - T - left to i + S - T + right; causal: right = 0."""
-        T, H, S, G = *q.shape[:2], *k.shape[:2]
-        left, right = window
-        right = 0 if causal else right
-        dtype, (q, k, v) = q.dtype, (x.double() for x in (q, k, v))
-        heads = []
-        for h in range(H):
-            rows = []
-            for i in range(T):
-                first = 0 if left < 0 else max(0, i + S - T - left)
-                last = S if right < 0 else min(S, i + S - T + right + 1)
-                if first >= last:
-                    rows.append(0 * q[i, h].sum() + torch.zeros(v.shape[-1], dtype=torch.float64))
-                    continue
-                g = h // (H // G)
-                weights = torch.softmax(scale * (k[first:last, g] @ q[i, h]), 0)
-                rows.append(weights @ v[first:last, g])
-            heads.append(torch.stack(rows))
-        return torch.stack(heads, 1).to(dtype)
-
-    def flash_attn_func(self, q, k, v, *, softmax_scale, causal, window_size, deterministic):
-        self._check("flash_attn_func", q, k, v, softmax_scale)
-        return torch.stack([self._row(*row, softmax_scale, causal, window_size) for row in zip(q, k, v, strict=True)])
-
-    def flash_attn_varlen_func(
-        self, q, k, v, bounds_q, bounds_k, longest_q, longest_k, *, softmax_scale, causal, window_size, deterministic
-    ):
-        self._check("flash_attn_varlen_func", q, k, v, softmax_scale)
-        assert bounds_q.dtype == bounds_k.dtype == torch.int32
-        pieces = []
-        for (a, b), (c, d) in zip(*(bounds.unfold(0, 2, 1).tolist() for bounds in (bounds_q, bounds_k)), strict=True):
-            assert b - a <= longest_q > 1
-            assert d - c <= longest_k > 1
-            if b > a:
-                pieces.append(self._row(q[a:b], k[c:d], v[c:d], softmax_scale, causal, window_size))
-        return torch.cat(pieces)
-
-    def flash_attn_with_kvcache(self, q, k_cache, v_cache, *, cache_seqlens, softmax_scale, causal, window_size):
-        self._check("flash_attn_with_kvcache", q, k_cache, v_cache, softmax_scale)
-        assert cache_seqlens.dtype == torch.int32
-        assert k_cache.stride(-1) == v_cache.stride(-1) == 1
-        rows = zip(q, k_cache, v_cache, cache_seqlens.tolist(), strict=True)
-        return torch.stack(
-            [self._row(q, k[:n], v[:n], softmax_scale, causal, window_size) for q, k, v, n in rows]
-        ).detach()
-
-
-def install_flash(patch, *packages):
-    """Install stand-ins, by default flash_attn; the CPU passes for a GPU, and fp32 for a dtype that the package takes."""
-    patch.setattr(flash, "_is_gpu", lambda device_type: device_type in ("cpu", "cuda"))
-    patch.setattr(flash, "DTYPES", (torch.float32, torch.bfloat16, torch.float16))
-    patch.setattr(flash, "_outcome", functools.cache(flash._outcome.__wrapped__))
-    for name in ("flash_attn", "flex_head_fa"):
-        patch.setitem(sys.modules, name, None)
-    for package in packages or (FlashPackage(),):
-        patch.setitem(sys.modules, package.__name__, package)
-
-
 def has_cuda(patch):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-
-
-def has_flash_attn(patch):
-    has_cuda(patch)
-    pytest.importorskip("flash_attn")
 
 
 def install_cudnn(patch):
@@ -276,20 +178,11 @@ def cudnn_takes(case):
     )
 
 
-def flash_takes(case):
-    return not {"attn_mask", "kv_start"} & case.kwargs.keys()
-
-
-# torch.compile hides this warning of its own, unless warnings are errors.
-hidden_by_compile = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 INTERPRETED = {
     "name": "triton", "marks": (needs_interpreter, overflow_is_fine), "low": (torch.float16,), "is_heavy": True
 }  # fmt: skip
 FURTHER_FORM = INTERPRETED | {"is_further_form": True}
 ON_CUDA = {"device": "cuda", "marks": (pytest.mark.gpu,), "provide": has_cuda}
-FLASH = {
-    "name": "flash", "times": 3, "takes": flash_takes, "differentiates": lambda case: "kv_lengths" not in case.kwargs
-}  # fmt: skip
 
 # A new backend is one more row.
 TABLE = (
@@ -301,17 +194,11 @@ TABLE = (
     OpBackend(**FURTHER_FORM, label="atomic triton", provide=lambda patch: force_forms(patch, "atomic")),
     OpBackend(**FURTHER_FORM, label="both_maps triton", provide=lambda patch: force_forms(patch, "both_maps"),
               takes=lambda case: case.lam is not None, differentiates=lambda case: False),
-    OpBackend(name="flex", provide=flex_as_on_a_gpu, marks=(hidden_by_compile,), low=(torch.bfloat16,), times=3,
-              is_heavy=True),
     OpBackend(name="cudnn", times=3, takes=cudnn_takes, provide=install_cudnn),
-    OpBackend(**FLASH, provide=install_flash),
     OpBackend(**ON_CUDA, name="triton", label="triton on CUDA",
               width_factor=lambda dtype: 1 if dtype == torch.float32 else 8),
     OpBackend(**ON_CUDA | {"provide": has_hopper}, name="cudnn", label="cudnn on CUDA", times=3, takes=cudnn_takes,
               width_factor=lambda dtype: 8),
-    # Its products may be in TF32.
-    OpBackend(**ON_CUDA, name="flex", label="flex on CUDA", times=3, tolerance=1e-3, width_factor=lambda dtype: 16),
-    OpBackend(**FLASH | ON_CUDA | {"provide": has_flash_attn}, label="flash on CUDA"),
 )  # fmt: skip
 LABELS = tuple(map(str, TABLE))
 FLOAT64 = ("reference", "chunked", "sdpa")

@@ -33,7 +33,7 @@ from ..model.caches import PagedModel
 from ..model.config import with_heads_of_cache
 from ..model.counts import BACKWARD_AND_FORWARD, Counts, mean_keys
 from ..model.nll import chunked_loss
-from ..model.pretrained import ATTN_IMPLEMENTATIONS, CardedModel
+from ..model.pretrained import ATTN_IMPLEMENTATIONS, CardedModel, known_implementation
 from ..model.registration import TABLES, register_models
 from ..ops import backend_names
 from ..typed import build
@@ -213,12 +213,7 @@ class _DifferentialModel(CardedModel):
         # Any other name would compute plain attention over twice the heads. The configuration gets ours before there are
         # layers, so the model keeps the name that was asked for.
         if attn_implementation not in (None, IMPLEMENTATION):
-            if attn_implementation not in ATTN_IMPLEMENTATIONS:
-                raise ConfigError(
-                    f"attn_implementation={attn_implementation!r} is not supported; choose one of "
-                    f"{', '.join(ATTN_IMPLEMENTATIONS)}"
-                )
-            self._asked_implementation = attn_implementation
+            self._asked_implementation = known_implementation(attn_implementation)
         for module in self.modules():
             if isinstance(module, Attention):
                 module.backend = ATTN_IMPLEMENTATIONS[self._asked_implementation] or self.config.attn_backend

@@ -24,7 +24,7 @@ class Backend(NamedTuple):
 
 def backend_names() -> tuple[str, ...]:
     """Return the names that a configuration may have: those of the package, whose kernels are not here."""
-    return "reference", "cpu", "triton", "chunked", "sdpa", "cudnn", "flash", "flex"
+    return "reference", "cpu", "triton", "chunked", "sdpa", "cudnn"
 
 
 def select_backend(problem: Problem, name: str = "auto", device: torch.device | None = None) -> Backend:

@@ -14,9 +14,6 @@ from ..errors import ShapeError
 from ..ops.problem import Restrictions
 from .config import DiffTransformerConfig
 
-# The implementations for which transformers prepares a mask of all requests. The op's other backends have no such mask.
-PAGED_IMPLEMENTATIONS = ("sdpa", "eager", "paged|eager")
-
 
 def dynamic_cache(config: DiffTransformerConfig) -> DynamicCache:
     """Make an empty cache that grows. `DynamicCache(config=config)` is the same, but torch.compile cannot trace it."""

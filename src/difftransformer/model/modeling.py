@@ -30,7 +30,7 @@ from ..attention import Attention, RMSNorm
 from ..errors import ConfigError, ShapeError, on_one_line
 from ..ops.problem import LOW_PRECISION
 from ..typed import short
-from .caches import PAGED_IMPLEMENTATIONS, PagedModel, PagedRow, cache_of_layer, dynamic_cache, regroup
+from .caches import PagedModel, PagedRow, cache_of_layer, dynamic_cache, regroup
 from .config import DiffTransformerConfig
 from .initialization import new_seed
 from .masks import arrange_rows
@@ -267,19 +267,10 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         self._check_and_adjust_attn_implementation(config._attn_implementation)
 
     def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
-        """Make transformers' manager of requests; `generate_batch` and `transformers serve` call this.
-
-        Raises:
-            ConfigError: the attn_implementation takes no mask.
-        """
+        """Make transformers' manager of requests; `generate_batch` and `transformers serve` call this."""
         original = self.config._attn_implementation
         if original == "difftransformer":
-            self.set_attn_implementation("sdpa")
-        if (now := self.config._attn_implementation) not in PAGED_IMPLEMENTATIONS:
-            raise ConfigError(
-                f"continuous batching with attn_implementation={now!r}: requests in pages need a mask, which it does not take; "
-                "use 'sdpa' or 'eager'"
-            )
+            self.set_attn_implementation("sdpa")  # for which transformers prepares the mask of all requests
         manager = super().init_continuous_batching(*arguments, **options)
         if not isinstance(manager.model, PagedModel):
             manager.model = PagedModel(self, self.config)

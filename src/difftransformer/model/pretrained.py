@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
+from transformers.utils import logging
 
 from ..attention import Attention
 from ..errors import ConfigError
@@ -17,15 +18,40 @@ from .counts import Counts
 from .initialization import Make, Start, new_seed
 from .weights import check_weights
 
+logger = logging.get_logger(__name__)
+
 # transformers' attn_implementation -> backend of the attention operator. None leaves the choice to config.attn_backend.
 ATTN_IMPLEMENTATIONS: dict[str, str | None] = {
     "difftransformer": None,
     "eager": "reference",
     "paged|eager": "reference",  # transformers' name for it in continuous batching
     "sdpa": "sdpa",
-    "flash_attention_2": "flash",
-    "flex_attention": "flex",
 }
+# Training scripts pass these names to get fast kernels, so they choose the default.
+FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def known_implementation(name: str | None) -> str:
+    """Return the key of `ATTN_IMPLEMENTATIONS` for a value of attn_implementation; None is the default.
+
+    Raises:
+        ConfigError: The value is not supported.
+    """
+    # transformers passes no mask at all for a name that it does not know, so every accepted name has a backend here.
+    known = name or "difftransformer"
+    if known not in ATTN_IMPLEMENTATIONS:
+        known = known.removeprefix("paged|")  # the older names for continuous batching
+    if known in FLASH_ATTENTION:
+        logger.warning_once(
+            f"attn_implementation={name!r}: this package's own kernels, the default, are used in its place"
+        )
+        return "difftransformer"
+    if known not in ATTN_IMPLEMENTATIONS:
+        raise ConfigError(
+            f"attn_implementation={name!r} is not supported; leave it out for the default, 'difftransformer' (this package's "
+            f"own kernels), or choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
+        )
+    return known
 
 
 class CardedModel(PreTrainedModel):  # type: ignore[misc]
@@ -160,14 +186,7 @@ class DiffTransformerPreTrainedModel(CardedModel):
         super()._initialize_weights(module)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
-        # transformers passes no mask at all for a name that it does not know, so every accepted name has a backend here.
-        name = attn_implementation or "difftransformer"
-        if name not in ATTN_IMPLEMENTATIONS:
-            name = name.removeprefix("paged|")  # the older names for continuous batching
-        if name not in ATTN_IMPLEMENTATIONS:
-            raise ConfigError(
-                f'Specified `attn_implementation="{name}"` is not supported; choose one of {", ".join(ATTN_IMPLEMENTATIONS)}'
-            )
+        name = known_implementation(attn_implementation)
         backend = ATTN_IMPLEMENTATIONS[name] or self.config.attn_backend
         for module in self.modules():
             if isinstance(module, Attention):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from . import chunked, cpu, cudnn, flash, flex, reference, sdpa, selfcheck, triton
+from . import chunked, cpu, cudnn, reference, sdpa, selfcheck, triton
 from .problem import LOW_PRECISION, Call, Problem
 
 logger = logging.getLogger("difftransformer")
@@ -98,8 +98,6 @@ BACKENDS: dict[str, Backend] = {
     "chunked": _backend(chunked, multiplies_all=True),
     "sdpa": _backend(sdpa, multiplies_all=True),
     "cudnn": _backend(cudnn),
-    "flash": _backend(flash),
-    "flex": _backend(flex, multiplies_all=True),
 }
 
 # Milliseconds, causal, forward + backward unless stated otherwise; sizes are B x H x T x D. For `cpu`: wall time of two
@@ -121,17 +119,10 @@ TABLE: tuple[Row, ...] = (
     Row("chunked", device_type="cpu"),
     # CUDA. triton v sdpa on an H200 in bf16: 8x16x2048x64 2.65 v 5.15, 2x8x8192x128 8.62 v 11.0, 1x16x32768x64 58 v 55;
     # one query, 8x16x1x64 with S = 8192: 0.14 v 1.54. softmax: 2x32x8192x64 triton 6.9 v sdpa 7.3, forward alone 1.6 v 1.9.
-    # The rest is not measured: by counted work, in units of 2 T S D for a differential head with E = 2 D, forward / backward,
-    # flash takes 6 / 14 in two calls or 8 / 20 in four, and flex 6 / 14 in a generated kernel that is compiled on first use,
-    # so sdpa (8 / 20 in one padded call) comes before it for short problems with a mask.
     Row("triton", op="differential", device_type="cuda", dtypes=LOW_PRECISION),
-    Row("flash", op="differential", device_type="cuda"),
     Row("sdpa", device_type="cuda", needs_mask=False),
-    Row("flash", device_type="cuda"),
     Row("triton", device_type="cuda", dtypes=LOW_PRECISION),
-    Row("sdpa", device_type="cuda"),
-    Row("flex", device_type="cuda"),
-    # Other devices and all other problems, not measured: fused attention calls where they need no n x n mask.
+    # All other problems and devices, not measured: fused attention calls where they need no n x n mask.
     Row("sdpa"),
     Row("chunked"),
 )
