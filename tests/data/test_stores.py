@@ -1,8 +1,7 @@
-"""Shards in a store: written there whole, read from a copy that is made once, and refused in one line."""
+"""Shards in a store: read from a copy that is made once, and refused in one line."""
 
 import errno
 import os
-import shutil
 import urllib.request
 from importlib.util import find_spec
 
@@ -28,41 +27,59 @@ def contents_there(url):
     return {path.removeprefix(f"{root}/"): fs.cat_file(path) for path in fs.find(root)}
 
 
-def another_machine(tmp_path, text):
-    """Forget the copies, and the text."""
-    shutil.rmtree(tmp_path / "copies")
-    text.rename(tmp_path / "elsewhere")
+def put(folder, url):
+    """Copy a folder to a store, as a user does."""
+    fs, root = fsspec.core.url_to_fs(url)
+    for name, content in contents(folder).items():
+        if getattr(fs, "local_file", False):
+            fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(f"{root}/{name}", content)
 
 
 @pytest.fixture
 def stored(store, text, tmp_path):
-    """The URL of shards in a store, which were put there by hand."""
-    made = prepare_shards(request(text, tmp_path / "local")).folder
-    fs, root = fsspec.core.url_to_fs(f"{store}/mine")
-    for name, content in contents(made).items():
-        if getattr(fs, "local_file", False):
-            fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-        fs.pipe_file(f"{root}/{name}", content)
+    """The URL of shards in a store."""
+    put(prepare_shards(request(text, tmp_path / "local")).folder, f"{store}/mine")
     return f"{store}/mine"
 
 
-def test_the_command_writes_there_what_training_reads_elsewhere(store, text, tmp_path, capsys, monkeypatch):
-    local = prepare_shards(request(text, tmp_path / "local"))
-    words = ["tokenize", str(text), "--tokenizer", "byte", "--validation-share", "0.2", "--out", f"{store}/shards"]
+def test_what_tokenize_wrote_is_read_elsewhere_once_it_is_copied(store, text, tmp_path, monkeypatch):
+    words = [
+        "tokenize",
+        str(text),
+        "--tokenizer",
+        "byte",
+        "--validation-share",
+        "0.2",
+        "--out",
+        str(tmp_path / "local"),
+    ]
     assert main(words) == 0
-    url = f"{store}/shards/{local.folder.name}"
-    assert f"Shards: {url} (" in capsys.readouterr().out
-    assert contents_there(url) == contents(local.folder)
-    another_machine(tmp_path, text)
+    local = prepare_shards(request(text, tmp_path / "local"))
+    put(tmp_path / "local", f"{store}/shards")
+    text.rename(tmp_path / "elsewhere")
     monkeypatch.setattr(prepare, "iter_documents", lambda *given: pytest.fail("the text was read"))
-    for opened in (prepare_shards(request(text, f"{store}/shards")), Shards.open(url)):
-        assert opened.url == url
+    for opened in (
+        prepare_shards(request(text, f"{store}/shards")),
+        Shards.open(f"{store}/shards/{local.folder.name}"),
+    ):
+        assert opened.url == f"{store}/shards/{local.folder.name}"
         assert opened.manifest == local.manifest
         assert opened.text_bytes("train") == local.text_bytes("train")
         assert contents(opened.folder) == contents(local.folder)
-    words = r"text is missing, and .*/shards holds no shards of this request; run difftransf"
-    with pytest.raises(DataError, match=words):
-        prepare_shards(request(text, f"{store}/shards", split_seed=1))
+
+
+@pytest.mark.parametrize("store", ["memory", "local"], indirect=True)
+def test_nothing_is_made_in_a_store(stored, store, text):
+    before = contents_there(store)
+    words = rf"^{store} holds no shards of this request; make them with difftransformer tokenize in a folder of this machine"
+    for fields in (
+        {"split_seed": 1},
+        {"mixture": [SourceConfig(source=str(text))], "source": "python-stdlib", "tokenizer": "bpe"},
+    ):
+        with pytest.raises(DataError, match=words):
+            prepare_shards(request(text, store, **fields))
+    assert contents_there(store) == before
 
 
 @pytest.mark.parametrize("folder", ["memory://shards", "shards"])
@@ -73,50 +90,13 @@ def test_a_plan_names_no_missing_text_where_a_store_may_hold_its_shards(folder, 
     assert (line in capsys.readouterr().out) == (folder == "shards")
 
 
-def test_the_same_request_is_tokenised_and_copied_once(store, text, tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    first = prepare_shards(request(text, f"{store}/shards"))
-    assert prepare_shards(request(text, f"{store}/shards")).folder == first.folder
-    assert caplog.text.count("tokenising") == caplog.text.count("copying") == 1
-    (text / "00.txt").write_text("something else entirely\n")
-    changed = prepare_shards(request(text, f"{store}/shards"))
-    assert changed.url != first.url
-    another_machine(tmp_path, text)
-    with pytest.raises(DataError, match=f"several states of it; keep one of .*{first.url}"):
-        prepare_shards(request(text, f"{store}/shards"))
-
-
-@pytest.mark.parametrize("store", ["memory", "local"], indirect=True)
-def test_what_was_made_and_not_copied_is_not_made_again(store, text, monkeypatch, caplog):
-    fs, root = fsspec.core.url_to_fs(store)
-    put, sent, broken = type(fs).put_file, [], [True]
-
-    def put_file(self, path, there, **options):
-        if broken and len(sent) == 2:
-            raise PermissionError("not\nallowed")
-        sent.append(there)
-        put(self, path, there, **options)
-
-    monkeypatch.setattr(type(fs), "put_file", put_file)
-    words = r"/shards/\w{12}: cannot be written \(not allowed\); check the store and its keys$"
-    with pytest.raises(DataError, match=words):
-        prepare_shards(request(text, f"{store}/shards"))
-    assert not any(path.endswith("manifest.json") for path in fs.find(root))
-    broken.clear()
-    caplog.set_level("INFO")
-    made = prepare_shards(request(text, f"{store}/shards"))
-    assert "tokenising" not in caplog.text
-    assert sent[-1].endswith("manifest.json")
-    assert contents_there(made.url) == contents(made.folder)
-
-
-def test_a_mixture_teaches_its_tokenizer_once(store, text, tmp_path):
+def test_a_mixture_reads_its_tokenizer_there(store, text, tmp_path):
     (tmp_path / "b.txt").write_text("another source of other words\n" * 200)
     mixture = [SourceConfig(source=str(text)), SourceConfig(source=str(tmp_path / "b.txt"), weight=2)]
     fields = {"mixture": mixture, "source": "python-stdlib", "tokenizer": "bpe", "vocab_size": 300}
     local = prepare_shards(request(text, tmp_path / "local", **fields))
-    prepare_shards(request(text, f"{store}/shards", **fields))
-    another_machine(tmp_path, text)
+    put(tmp_path / "local", f"{store}/shards")
+    text.rename(tmp_path / "elsewhere")
     elsewhere = prepare_shards(request(text, f"{store}/shards", **fields))
     assert elsewhere.manifest.fingerprint == local.manifest.fingerprint
 

@@ -141,7 +141,7 @@ def test_places_of_the_training_machine_are_not_on_the_card():
     recipe = {
         "name": "toy",
         "data": {"mixture": [{"source": "/home/someone/a.txt", "weight": 2.0}, {"source": stream, "weight": 1.0}]},
-        "training": {"steps": 8, "checkpoint": {"asynchronous": True, "mirror": "ftp://someone:secret@host/run"}},
+        "training": {"steps": 8, "checkpoint": {"asynchronous": True}},
         "evaluation": [{"task": "perplexity", "options": {"text": "/home/someone/b.txt", "windows": 4}}],
         "start_from": "/home/someone/runs/first",
         "branch_from": "../someone/second",

@@ -356,7 +356,7 @@ def test_a_record_made_again_says_when_the_run_began(design, trained, tmp_path, 
 
 
 def test_when_a_run_began_elsewhere_is_unknown(design, trained, tmp_path, document):
-    """Such as in a folder of an earlier version, or one whose checkpoint came from a mirror."""
+    """Such as in a folder of an earlier version."""
     document["axes"] = {}
     document["presets"]["laptop"]["set"] = {"training.checkpoint_every": 2}
     study = Study(design(), tmp_path / "results")

@@ -24,7 +24,7 @@ from ..errors import ConfigError, DataError
 from ..files import locked, write_text_atomically
 from ..progress import report
 from ..reading import parse_json, read_json
-from ..stores import Store, is_url, local_copy, place_of_copies, place_of_copy
+from ..stores import Store, is_url, local_copy
 from ..typed import ASIDE
 from .documents import AnyDocument, Example
 from .needles import CITIES_SEEN, FULL
@@ -80,7 +80,8 @@ class DataConfig:
             on, so that its words become tokens; 0 to add none.
         validation_share: Share of the documents held out for validation.
         split_seed: Seed of the split.
-        folder: Folder for shards, or its URL, such as s3://bucket/shards. Each request gets a subfolder of its own.
+        folder: Folder for shards; each request gets a subfolder of its own. Or the URL of one that holds them, such as
+            s3://bucket/shards.
     """
 
     source: str = "python-stdlib"
@@ -142,7 +143,7 @@ def prepare_shards(config: DataConfig, *, made: Sequence[Path] = ()) -> Shards:
     are complete, so a process that is stopped while it tokenises leaves nothing that counts, and the next one starts again.
     Where the text is missing, the shards of this request are used if there are those of one text alone.
 
-    Of a folder in a store, shards are read from copies on this machine. What is made here is copied to the store.
+    Of a folder in a store, shards are read from copies on this machine. None are made there.
 
     Each step is logged. Of a large text the progress is reported (see `difftransformer.progress`), in bytes of files or rows of
     a data set.
@@ -154,7 +155,7 @@ def prepare_shards(config: DataConfig, *, made: Sequence[Path] = ()) -> Shards:
     Raises:
         ConfigError: There is no such kind of store, or its package is missing.
         DataError: The text is missing, empty or unreadable, or the shards are damaged or cannot be written; or a store has a
-            fault.
+            fault, or lacks the shards.
     """
     if config.source.startswith(PREFIX):
         return synthetic_shards(config.source, config.options, config.split_seed)
@@ -174,7 +175,7 @@ class _Request:
 
     def __init__(self, config: DataConfig, source: str, tokenizer: Tokenizer | None) -> None:
         self.config, self.source, self.tokenizer = config, source, tokenizer
-        self.store, self.root = _places(config)
+        self.store, self.root = _store(config), Path(config.folder)
         self.fields = {**_plain_request(config), "source": source}
         if tokenizer is not None:
             self.fields["tokenizer"] = f"bpe-{tokenizer.sha256[:12]}"
@@ -189,8 +190,10 @@ class _Request:
         """Find or make the shards."""
         place = self._find(self._finished())
         if place is None:
+            if self.store is not None:
+                raise _absent(self.store)
             with locked(self.root, name=f".{self.key}.lock", wait=True):
-                place = self._find(self._finished()) or (self._make() if self.store is None else self._send(self.store))
+                place = self._find(self._finished()) or self._make()
         else:
             logger.info("using %s", place)
         return Shards.open(place)
@@ -241,24 +244,6 @@ class _Request:
             return made_by == self.fields
         return manifest.tokenizer_sha256 == self.tokenizer.sha256
 
-    def _send(self, store: Store) -> str:
-        """Copy the shards to the store, and return their URL. They are made first, unless only the copying failed before."""
-        made = self._find(self._here())
-        if made is None and is_missing(self.source):
-            raise DataError(
-                f"{self.source} is missing, and {store.url} holds no shards of this request; run difftransformer tokenize with "
-                "the same options where the text is"
-            )
-        folder = Path(made or self._make())
-        name = folder.name.partition("-")[0]
-        store.put(folder, name, MANIFEST_FILE)
-        url = f"{store.url}/{name}"
-        copy = place_of_copy(url, (folder / MANIFEST_FILE).read_bytes(), copies())
-        if folder != copy:
-            shutil.rmtree(copy, ignore_errors=True)
-            folder.rename(copy)
-        return url
-
     def _make(self) -> Path:
         folder = self.root / f"{_MAKING}{self.key}"
         tokenizer = self.tokenizer
@@ -294,12 +279,16 @@ class _Request:
         return digest.hexdigest()
 
 
-def _places(config: DataConfig) -> tuple[Store | None, Path]:
-    """Return the store that keeps the shards, if one does, and the folder of this machine where they are made."""
-    if is_url(config.folder):
-        store = Store(config.folder)
-        return store, place_of_copies(store.url, copies())
-    return None, Path(config.folder)
+def _store(config: DataConfig) -> Store | None:
+    """Return the store that keeps the shards, if one does."""
+    return Store(config.folder) if is_url(config.folder) else None
+
+
+def _absent(store: Store) -> DataError:
+    return DataError(
+        f"{store.url} holds no shards of this request; make them with difftransformer tokenize in a folder of this machine, "
+        "and copy what is in it there"
+    )
 
 
 def _plain_request(config: DataConfig) -> dict[str, Any]:
@@ -315,12 +304,14 @@ def _mixture_tokenizer(config: DataConfig) -> Tokenizer:
     """Return the BPE of the training text of all sources, which is kept beside their shards."""
     sources = [one.source for one in config.mixture]
     states, is_unknown = [source_state(source) for source in sources], any(map(is_missing, sources))
-    store, root = _places(config)
+    store, root = _store(config), Path(config.folder)
     folder = root / f"tokenizer-{_key({**_plain_request(config), 'source': sources})}"
 
     def made() -> Path | None:
         place = folder
-        if store is not None and folder.name in store.folders(_MIXTURE_FILE):
+        if store is not None:
+            if folder.name not in store.folders(_MIXTURE_FILE):
+                return None
             place = local_copy(f"{store.url}/{folder.name}", _MIXTURE_FILE, copies(), Tokenizer.load)
         path = place / _MIXTURE_FILE
         if not path.exists() or (None in states and not is_unknown):
@@ -329,13 +320,13 @@ def _mixture_tokenizer(config: DataConfig) -> Tokenizer:
 
     place = made()
     if place is None:
+        if store is not None:
+            raise _absent(store)
         with locked(root, name=f".{folder.name}.lock", wait=True):
             place = made()
             if place is None:
                 _train_bpe(config, sources).save(folder)
                 write_text_atomically(folder / _MIXTURE_FILE, json.dumps(states) + "\n")
-                if store is not None:
-                    store.put(folder, folder.name, _MIXTURE_FILE)
                 place = folder
     return Tokenizer.load(place)
 

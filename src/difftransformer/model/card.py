@@ -32,7 +32,7 @@ HEADS = {  # the end of a class's name: what the model is, and its pipeline
     "": ("decoder without its output layer", None),
 }
 # Keys of a recipe: values that become names unless they are data sets of the hub, and what is left out.
-PLACES, LEFT_OUT = ("source", "tokenizer", "start_from", "branch_from"), ("folder", "mirror")
+PLACES, LEFT_OUT = ("source", "tokenizer", "start_from", "branch_from"), ("folder",)
 HUB = ("hf:", "hf-stream:")
 OpensWith = Literal["package", "code", "transformers"]
 PAPER = "https://arxiv.org/abs/2410.05258"

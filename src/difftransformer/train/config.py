@@ -202,14 +202,10 @@ class CheckpointConfig:
     Attributes:
         asynchronous: Whether training goes on while a checkpoint is written, from a copy in the memory of the CPU.
         timeout_seconds: Time after which a save that has not ended ends the run.
-        mirror: URL of a folder in an object store, such as s3://bucket/run, to which whole checkpoints, the metrics and the
-            recipe are copied, and from which a run of the same recipe continues whose folder has no checkpoint. Each run of a
-            study has a subfolder of it. None for no copy.
     """
 
     asynchronous: bool = False
     timeout_seconds: float = 1800.0
-    mirror: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_seconds < math.inf:

@@ -18,7 +18,6 @@ from .checkpoint import CheckpointState
 from .config import LogsConfig, TrainingConfig
 from .faults import Faults
 from .metrics import Metrics
-from .mirror import Mirror, fetch
 from .parallel import DeferredModel, Mesh, Processes
 from .speed import Speed, matmul_flops
 from .trackers import Trackers
@@ -86,9 +85,6 @@ def train(
         _Listener(on_metrics),
         _StartChecks(is_new=start is None),
     ]
-    if (url := config.checkpoint.mirror) is not None:
-        mesh.processes.rank0_first(lambda: fetch(url, run) if mesh.processes.is_first else None)
-        own.append(Mirror(url))
     trainer = Trainer(config, model_config, shards, run, mesh=mesh, start=start, callbacks=[*own, *callbacks])
     return trainer.fit()
 

@@ -23,7 +23,7 @@ def run(
         vocab_size: Vocabulary size of a trained BPE.
         validation_share: Share of the documents that is held out for validation.
         split_seed: Seed of the split.
-        out: Folder for shards, or its URL, such as s3://bucket/shards. A subfolder is named after the options and the text.
+        out: Folder for shards. A subfolder is named after the options and the text.
     """
     from difftransformer.data import DataConfig, prepare_shards
     from difftransformer.data.synthetic import PREFIX

@@ -260,14 +260,6 @@ class Recipe:
         """The same recipe with another training seed."""
         return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
 
-    def mirrored_below(self, name: str) -> "Recipe":
-        """The same recipe with a subfolder of its mirror, if it has one, so that each run of a study has its own."""
-        checkpoint = self.training.checkpoint
-        if checkpoint.mirror is None:
-            return self
-        checkpoint = dataclasses.replace(checkpoint, mirror=f"{checkpoint.mirror.rstrip('/')}/{name}")
-        return dataclasses.replace(self, training=dataclasses.replace(self.training, checkpoint=checkpoint))
-
 
 def round_width(config: DiffTransformerConfig, multiple: int) -> None:
     """Round intermediate_size to the nearest multiple.

@@ -28,7 +28,6 @@ from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausa
 from difftransformer.train import Interrupted, checkpoints, train
 from difftransformer.train.checkpoint import folder_of_step, latest_checkpoint, step_of, verify_checkpoint
 from difftransformer.train.metrics import METRICS_FILE, read_metrics
-from difftransformer.train.mirror import fetch
 from difftransformer.train.optim import stable_steps
 from difftransformer.train.parallel import DeferredModel, Mesh, Processes
 from difftransformer.train.run_summary import RECIPE_FILE
@@ -52,34 +51,27 @@ EXIT_DIVERGED = 3
 def start_run(folder: Path, recipe: Recipe) -> None:
     """Put a recipe into a run folder; a run in a folder with checkpoints continues if its recipe trains the same.
 
-    A folder without checkpoints gets the newest one of the recipe's `training.checkpoint.mirror`. Fields that are `ASIDE` or
-    `ADJUSTABLE` may change.
+    Fields that are `ASIDE` or `ADJUSTABLE` may change.
 
     Raises:
-        CheckpointError: The folder, or the mirror, holds a run of another recipe; the message names the first difference. Or
-            the checkpoint to go on from is missing or damaged, or the mirror cannot be read.
+        CheckpointError: The folder holds a run of another recipe; the message names the first difference. Or the checkpoint to
+            go on from is missing or damaged.
         ConfigError: It is not before the last step.
     """
-    path, mirror = folder / RECIPE_FILE, recipe.training.checkpoint.mirror
-    if mirror is not None:
-        advice = "choose another training.checkpoint.mirror"
-        fetch(mirror, folder, lambda copy: _check_same(copy, recipe, mirror, advice))
+    path = folder / RECIPE_FILE
     if not path.exists() or not checkpoints(folder):
         save_recipe(recipe, path)
         if recipe.branch_from is not None:
             _copy_checkpoint(Path(recipe.branch_from), folder, recipe.training.steps)
         return
-    if _check_same(path, recipe, folder, "choose another --out, or delete the folder") != recipe:
-        save_recipe(recipe, path)
-
-
-def _check_same(path: Path, recipe: Recipe, place: Path | str, advice: str) -> Recipe:
-    """Return the recipe of a run, or raise an error if it trains something else."""
     there = load_recipe(path)
     before, after = (plain(one, without=[ASIDE, ADJUSTABLE]) for one in (there, recipe))
     if difference := _difference(before, after):
-        raise CheckpointError(f"{place}: holds a run of another recipe ({difference}); {advice}")
-    return there
+        raise CheckpointError(
+            f"{folder}: holds a run of another recipe ({difference}); choose another --out, or delete the folder"
+        )
+    if there != recipe:
+        save_recipe(recipe, path)
 
 
 def share_stable_part(folder: Path, recipe: Recipe, shards: Shards, others: Iterable[Path]) -> None:

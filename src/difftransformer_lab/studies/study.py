@@ -340,7 +340,7 @@ class Study:
             where = self.store.run_folder(run, folder)
             prepared = self.prepared(run)
             with locked(where, wait=True):  # a run of a study that was killed ends soon
-                start_run(where, prepared.recipe.mirrored_below(where.name))
+                start_run(where, prepared.recipe)
             by_folder[where] = run
             job = Job(
                 label=run.title,
