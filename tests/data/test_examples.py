@@ -253,7 +253,7 @@ def test_what_examples_cannot_do_is_refused(tmp_path):
         loader_of(Shards.mix([(SourceConfig(source="a"), shards)]), retrieval=RetrievalMix(share=0.5, digits=1))
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2]}\n' * 5)
     with pytest.raises(DataError, match=r"no BPE can be trained.*ids:N"):
-        prepare_shards(DataConfig(source=str(tmp_path / "rows.jsonl"), folder=str(tmp_path / "other")))
+        prepare_shards(request(tmp_path / "rows.jsonl", tmp_path / "other", tokenizer="bpe", validation_share=0.5))
     with pytest.raises(DataError, match="holds token ids and no text"):
         read_documents(str(tmp_path / "rows.jsonl"))
     with pytest.raises(ConfigError, match=r"tokenizer=ids:0: give ids:N"):

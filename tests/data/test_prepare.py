@@ -165,3 +165,15 @@ def test_shards_of_an_older_release_are_used(text, tmp_path, monkeypatch):
     again = prepare_shards(request(text, tmp_path / "shards"))
     assert again.folder == first.folder
     assert (again.folder / "train-00000.bin").stat().st_mtime_ns == stamp
+
+
+def test_too_few_documents_are_refused_before_a_tokenizer_is_trained(text, tmp_path, monkeypatch):
+    for path in sorted(text.iterdir())[3:]:
+        path.unlink()
+    monkeypatch.setattr(prepare, "train_bpe", None)
+    fields = {"tokenizer": "bpe", "vocab_size": 300, "folder": str(tmp_path / "shards"), "validation_share": 0.02}
+    one = {"source": str(text)}
+    mixed = {"mixture": [SourceConfig(**one)]}
+    for source in (one, mixed):
+        with pytest.raises(DataError, match=r"0.02 of 3 documents leaves none for validation; set validation_share to"):
+            prepare_shards(DataConfig(**source, **fields))

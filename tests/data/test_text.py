@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import sys
 import types
 
@@ -271,9 +272,15 @@ def test_a_single_document_is_cut_at_a_line_end():
 
 
 def test_a_split_with_an_empty_side_is_refused():
-    with pytest.raises(DataError, match=r"leaves 2 for training and 0 for validation.*give more documents"):
-        split_documents([Document("a", "x"), Document("b", "x")], validation_share=1e-9, seed=0)
-    with pytest.raises(DataError, match="splitting 0 documents"):
+    with pytest.raises(DataError, match=r"of 3 documents leaves none for validation; set validation_share to") as met:
+        split_documents(documents := [Document(name, "x") for name in "abc"], validation_share=1e-9, seed=0)
+    share = float(re.search(r"set validation_share to (\S+), which holds out 1 of them", str(met.value))[1])
+    assert len(sides(documents, validation_share=share)) == 1
+    with pytest.raises(DataError, match=r"of 2 documents leaves none for training; set validation_share to"):
+        split_documents(documents[:2], validation_share=0.9999, seed=0)
+    with pytest.raises(DataError, match=r"of 2 documents leaves none for validation; give more documents"):
+        split_documents([documents[0]] * 2, validation_share=1e-9, seed=0)  # one name, one side
+    with pytest.raises(DataError, match="of 0 documents"):
         split_documents([], validation_share=0.5, seed=0)
     with pytest.raises(DataError, match="one document of 1 characters cannot be split"):
         split_documents([Document("a", "x")], validation_share=0.5, seed=0)

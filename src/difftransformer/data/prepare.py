@@ -26,6 +26,7 @@ from ..progress import report
 from ..reading import parse_json, read_json
 from ..stores import Store, is_url, local_copy
 from ..typed import ASIDE
+from . import packages
 from .documents import AnyDocument, Example
 from .needles import CITIES_SEEN, FULL
 from .shards import (
@@ -43,6 +44,7 @@ from .synthetic import PREFIX, synthetic_shards, synthetic_task
 from .text import (
     HUB_PREFIXES,
     Reading,
+    check_split,
     is_missing,
     is_of_unknown_size,
     iter_documents,
@@ -332,9 +334,9 @@ def _mixture_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _train_bpe(config: DataConfig, sources: Sequence[str]) -> Tokenizer:
-    for source in sources:
-        if not source.startswith(HUB_PREFIXES):
-            iter_documents(source)  # raises an error if there is no such text, before any other is read
+    for source in sorted(sources, key=is_missing, reverse=True):  # what is missing is named before any text is read
+        if not source.startswith((*HUB_PREFIXES, packages.NAME)):  # which are large
+            check_split(source, validation_share=config.validation_share, seed=config.split_seed)
     logger.info("training a BPE on %s", ", ".join(sources))
     sentences = [FULL.stub(city) + "\n" for city in CITIES_SEEN] * config.needle_words
     return train_bpe(chain(_training_text(config, sources), sentences), config.vocab_size)

@@ -7,6 +7,7 @@ one-line error that names the file and the place.
 
 import hashlib
 import json
+import math
 import os
 import sysconfig
 import time
@@ -23,8 +24,8 @@ from ..errors import ConfigError, DataError
 from ..typed import short
 from . import packages
 from .documents import FIELDS, AnyDocument, Document, Example, LargeDocument, read_example
-from .records import is_held_out, json_lines, load_set, read_text, readable, set_rows
-from .shards import Split
+from .records import json_lines, load_set, read_text, readable, set_rows, split_hash
+from .shards import SPLITS, Split
 
 STDLIB = "python-stdlib"
 # Tests, bundled wheels, editors and demos are no library sources, or differ between installations; tables are generated.
@@ -244,7 +245,7 @@ def _source_files(source: str) -> tuple[Path, list[tuple[str, Path]]] | None:
 def iter_split(
     documents: Iterable[AnyDocument], *, validation_share: float, seed: int, source: str = ""
 ) -> Iterator[tuple[Split, AnyDocument]]:
-    """Yield documents with their splits, which are chosen by a hash of (seed, name) (see `records.is_held_out`).
+    """Yield documents with their splits, which are chosen by a hash of (seed, name) (see `records.split_hash`).
 
     Of `python-packages`, the held-out packages are the validation documents.
 
@@ -272,16 +273,42 @@ def iter_split(
         yield "validation", validation
         return
     total = held = 0
+    lowest: list[int] = []
     for document in chain(first, documents):
-        is_validation = is_held_out(document.name, validation_share, seed)
+        number = split_hash(document.name, seed)
+        lowest = sorted([*lowest, number])[:2]
+        is_validation = number < validation_share * 2**64
         total, held = total + 1, held + is_validation
         yield ("validation" if is_validation else "train"), document
     if not 0 < held < total:
+        side, share = "validation" if held == 0 else "training", _share_of_one(lowest)
+        advice = f"set validation_share to {share}, which holds out 1 of them, or " if share else ""
         raise DataError(
-            f"splitting {total} documents with validation_share {validation_share} and seed {seed} leaves "
-            f"{total - held} for training and {held} for validation, each needs at least 1; "
-            "give more documents, another share or another seed"
+            f"{source}{source and ': '}validation_share {validation_share} of {total} documents leaves none for {side}; "
+            f"{advice}give more documents"
         )
+
+
+def check_split(source: str, *, validation_share: float, seed: int) -> None:
+    """Check that a split leaves documents on both sides. Documents are read until both sides have one.
+
+    Raises:
+        ConfigError, DataError: See `iter_documents` and `iter_split`.
+    """
+    sides = set[Split]()
+    for side, _ in iter_split(iter_documents(source), validation_share=validation_share, seed=seed, source=source):
+        sides.add(side)
+        if len(sides) == len(SPLITS):
+            break
+
+
+def _share_of_one(lowest: Sequence[int]) -> float | None:
+    """Return a share with few digits that holds out one document, given the two lowest hashes."""
+    for digits in range(2, 7):
+        share = math.ceil(10**digits * lowest[0] / 2**64) / 10**digits if lowest else 0.0
+        if len(lowest) == 2 and lowest[0] < share * 2**64 <= lowest[1]:
+            return share
+    return None
 
 
 def _cut_document(
