@@ -70,7 +70,7 @@ def test_help_of_every_verb_shows_its_arguments(verb, capsys):
 @pytest.mark.parametrize(("task", "words", "field", "value"), [
     ("icl", ["--shots", "6"], "shots", [6]), ("icl", ["--shots=6,8"], "shots", [6, 8]),
     ("needle", ["--lengths", "[512]", "--needles", "[[1,1],[2,2]]"], "needles", [[1, 1], [2, 2]]),
-    ("math", ["--sets", "gsm8k", "--max-new-tokens", "5"], "sets", ["gsm8k"]),
+    ("math", ["--sets", "a.jsonl", "--max-new-tokens", "5"], "sets", ["a.jsonl"]),
     ("math", ["--max_new_tokens=5"], "max_new_tokens", 5), ("maps", ["--prompt", "[x]"], "prompt", "[x]"),
 ])  # fmt: skip
 def test_one_value_is_a_list_and_flags_have_one_spelling(task, words, field, value, monkeypatch):

@@ -1,4 +1,4 @@
-"""Answers taken from texts and compared exactly; an oracle solves everything, a wrong model nothing."""
+"""Answers that math-verify reads and compares; an oracle solves everything, a wrong model nothing."""
 
 import itertools
 import json
@@ -9,24 +9,35 @@ import pytest
 import tokenizers
 
 from difftransformer.data import Tokenizer, byte_tokenizer
-from difftransformer.errors import DataError
+from difftransformer.errors import ConfigError, DataError
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import run_task
-from difftransformer_lab.evals.judges.math_answers import extract_answer
 from difftransformer_lab.evals.models.stopping import closing_tokens, stop_tokens, text_until
 from difftransformer_lab.evals.tasks.math import MathTask, Options
 from tests.support.answering import Writer, tiny_model
 
 
-@pytest.mark.parametrize(("text", "answer"), [
-    ("First \\boxed{1}, then \\boxed{\\frac{a}{b^{2}}}. Also 7.", "\\frac{a}{b^{2}}"), ("so \\boxed 5.", "5"),
-    ("\\boxed{never closed", None), ("The answer is 3.5. Then 9.", "3.5"),
-    ("The answer is 1. No: the answer is $-\\frac{1}{2}$.", "$-\\frac{1}{2}$"), ("ANSWER: (B)", "(B)"),
-    ("5 + 5 = 10\n#### 1,200\nmore", "1,200"), ("It is 10-3, which is 7.", "7"), ("It falls to -4 degrees", "-4"),
-    ("about 40%", "40%"), ("one half, 1/2", "1/2"), ("I do not know.", None), ("", None),
+@pytest.mark.parametrize(("answer", "text", "right"), [
+    ("29", "6 * 8 = 48. The answer is \\boxed{29}.", True), ("29", "48 - 19 = 29", True), ("29", "28", False),
+    ("so 5 + 5 = 10\n#### 1,200", "\\boxed{1200}", True), ("\\frac{1}{2}", "0.5", True), ("x^2+2x+1", "$(x+1)^2$", True),
+    ("Then \\boxed{[0,1)}", "The answer is $[0, 1)$.", True), ("[0,1)", "The answer is $[0, 1]$.", False),
+    ("40", "I do not know.", False),
 ])  # fmt: skip
-def test_extraction(text, answer):
-    assert extract_answer(text) == answer
+def test_math_verify_reads_and_compares(answer, text, right, tmp_path):
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"question": "?", "answer": answer}))
+    model = Writer(lambda prompt: text)
+    found = figures(run_task(model, MathTask(Options(sets=[str(path)], shots=0), model)))
+    assert found["mean accuracy", None].value == right
+
+
+def test_files_that_cannot_be(tmp_path):
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"question": "Which?", "answer": "perhaps"}))
+    with pytest.raises(DataError, match="one/1: no number or formula in 'perhaps'; see eval ask"):
+        MathTask(Options(sets=[str(path)]), Writer(str))
+    with pytest.raises(ConfigError, match=r"sets=\[\]: name a \.jsonl file"):
+        MathTask(Options(), Writer(str))
 
 
 @pytest.fixture
@@ -115,7 +126,7 @@ def test_chat_prompts(problems):
 
 def test_a_prompt_longer_than_the_context(problems):
     model = Writer(solve, context_tokens=1200)
-    words = r"odd/1: the prompt takes \d+ tokens .* 1024, the model's context has 1200; lower"
+    words = r"the longest prompt takes \d+ tokens .* 1024, the model's context has 1200; lower"
     with pytest.raises(DataError, match=words):
         MathTask(Options(sets=[problems]), model)
 

@@ -55,7 +55,6 @@ REFUSED = [
     ("synthetic", {"seed": 1}, "seed=1: the examples of the run's task"),
     ("synthetic", {"variations": []}, r"variations=\[\]"),
     ("synthetic", {"examples": 0}, "examples=0: give at least 1"),
-    ("math", {"sets": []}, r"sets=\[\]"),
     ("math", {"shots": 5}, "shots=5"),
     ("math", {"problems": 0}, "problems=0"),
     ("math", {"max_new_tokens": 0}, "max_new_tokens=0"),

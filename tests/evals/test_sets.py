@@ -8,7 +8,6 @@ import pytest
 
 from difftransformer.errors import ConfigError, DataError
 from difftransformer_lab.evals.sets.grounded import GROUNDED_SETS, read_grounded, read_grounded_file
-from difftransformer_lab.evals.sets.math import MATH_SETS, read_math_problems
 
 ROW = {"document": "A.", "reference": "B.", "question": "C?"}
 
@@ -57,14 +56,6 @@ def test_a_draw_is_the_seeds_and_in_order(lines):
     assert len(read_grounded_file(path, "qa", 100)) == 50
 
 
-def test_problems_of_a_file_by_set(lines):
-    rows = [{"question": f"{i}?", "answer": i, "set": "ab"[i % 2]} for i in range(1, 9)]
-    found = read_math_problems(lines(*rows), 2)
-    assert [problem.set_name for problem in found] == ["b", "b", "a", "a"]
-    assert {type(problem.answer) for problem in found} == {str}
-    assert read_math_problems(lines({"question": "?", "answer": "1"}, name="carp.jsonl"))[0].set_name == "carp"
-
-
 @pytest.mark.parametrize(("row", "words"), [
     ({"document": "A.", "reference": "B."}, 'rows.jsonl: line 2 has no text in "question" .met document, reference.', ),
     (ROW | {"reference": ""}, "line 2 has no text in \"reference\" .it holds ''"),
@@ -84,8 +75,6 @@ def test_files_that_cannot_be(lines, tmp_path):
         read_grounded_file(lines("", ""), "qa")
     with pytest.raises(ConfigError, match=r"set 'xsums': choose from xsum, .*--file"):
         read_grounded("xsums")
-    with pytest.raises(ConfigError, match=r"set 'tabmwp' \(it has no public name: give its file\)"):
-        read_math_problems("tabmwp")
 
 
 GROUNDED_ROWS = {
@@ -107,39 +96,15 @@ def test_public_documents(hub, name):
     assert asked[0][2] == "test"
 
 
-PROBLEM_ROWS = {
-    "gsm8k": {"question": "Q", "answer": "so #### 3"},
-    "math": {"problem": "Q", "solution": "\\boxed{3}", "level": "Level 1"},
-    "svamp": {"Body": "B", "Question": "Q", "Answer": "3.0"},
-    "asdiv": {"body": "B", "question": "Q", "answer": "3 (apples)", "formula": "1+2=3"},
-    "mawps": {"question": "Q", "result": "3"},
-}
-
-
-@pytest.mark.parametrize("name", MATH_SETS)
-def test_public_problems(hub, name):
-    held, asked = hub
-    public = MATH_SETS[name][0]
-    rows = [PROBLEM_ROWS[name]] + ([PROBLEM_ROWS[name] | {"answer": "1 (a); 2 (b)"}] if name == "asdiv" else [])
-    held[public.hub_name] = rows
-    found = read_math_problems(name)
-    assert len(found) == len(asked) == (7 if name == "math" else 1)
-    assert len({problem.name for problem in found}) == len(found)
-    assert found[0].question == ("B Q" if name in ("svamp", "asdiv") else "Q")
-    assert "3" in found[0].answer
-
-
 def test_public_sets_that_cannot_be_had(hub, monkeypatch):
     held, _ = hub
     with pytest.raises(DataError, match=r"xsum: datasets cannot load EdinburghNLP/xsum \(cannot reach the hub\)"):
         read_grounded("xsum")
-    held |= {"EdinburghNLP/xsum": [{"text": "D"}], "abisee/cnn_dailymail": [], "openai/gsm8k": []}
+    held |= {"EdinburghNLP/xsum": [{"text": "D"}], "abisee/cnn_dailymail": []}
     with pytest.raises(DataError, match=r'xsum: row 0 of EdinburghNLP/xsum has no text in "document" \(met text\)'):
         read_grounded("xsum")
     with pytest.raises(DataError, match=r"cnn_dm: .* holds no items"):
         read_grounded("cnn_dm")
-    with pytest.raises(DataError, match=r"gsm8k: .* holds no problems"):
-        read_math_problems("gsm8k")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"the package datasets is not installed"):
         read_grounded("xsum")
