@@ -162,6 +162,31 @@ def test_two_models_have_their_own_tokenizers_and_names():
     assert "".join(first["tokens"][1:]) == DEFAULT_PROMPT[:127]
 
 
+def test_predictions_are_those_of_the_model_and_of_generate():
+    model, tokenizer = MAKE["llama"](), byte_tokenizer()
+    ((facts, _),) = unpacked(maps(model, tokenizer, "ab c"))
+    ids = torch.tensor([[256, *b"ab c"]])
+    with torch.no_grad():
+        shares = model(ids).logits[0].double().softmax(-1)
+    for row, best in zip(shares, facts["next"], strict=True):
+        wanted = row.topk(5)
+        assert [share for _, share in best] == pytest.approx(wanted.values.tolist(), abs=1e-3)
+        assert [token for token, _ in best] == [tokenizer.decode([one]) for one in wanted.indices.tolist()]
+    made = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)[0]
+    whole = tokenizer.decode(made.tolist())
+    assert facts["answer"] == whole[len(tokenizer.decode(ids[0].tolist())) :].split("\n")[0].strip()
+
+
+def test_the_answer_is_marked():
+    model, tokenizer = MAKE["llama"](), byte_tokenizer()
+    assert unpacked(maps(model, tokenizer, "a 42 b", answer="42"))[0][0]["mark"] == [3, 4]
+    assert unpacked(maps(model, tokenizer, "a 42 b", answer="43"))[0][0]["mark"] is None
+    assert unpacked(maps(model, tokenizer, "a 42 b", answer="42", tokens=4))[0][0]["mark"] is None
+    assert unpacked(maps(model, tokenizer, "a 42 b"))[0][0]["mark"] is None
+    first, last = unpacked(maps(model, tokenizer))[0][0]["mark"]
+    assert DEFAULT_PROMPT[first - 1 : last] == "42"
+
+
 def test_what_cannot_be_shown():
     model, tokenizer = MAKE["diff"](), byte_tokenizer()
     with pytest.raises(ConfigError, match="the prompt has no tokens; give a text"):

@@ -136,7 +136,7 @@ def test_keys_choose_a_head_and_the_slider_turns_lambda(opened):
     browser.press("ArrowRight")
     assert text(browser, ".place h3") == "Layer 1, head 1"
     own = numbers(text(browser, ".cell"))
-    browser.run("document.querySelector('input').focus()")
+    browser.run("document.querySelector('[type=range]').focus()")
     browser.press("Home")
     assert "not the model\u2019s own" in text(browser, ".note")
     browser.run("views[0].setLambda(0)")
@@ -189,12 +189,69 @@ def test_the_mouse_shows_a_row_and_a_weight(opened):
     assert f"(token {TOKENS})" in text(browser, ".row h3")
 
 
+def test_the_page_opens_with_heads_that_read_the_answer(browser, tmp_path):
+    """One layer on both sides, in each the head that gives the marked token most of the last row; the sentence says so."""
+    page = maps(MAKE["diff"](), byte_tokenizer(), TEXT, MAKE["softmax"](), answer="three", names=("ours", "twin"))
+    browser.open(page.save(tmp_path / "page.html"), ready=READY)
+    assert browser.run("document.querySelectorAll('.token.marked').length") == 2 * len("three")
+    assert text(browser, "#prompt").startswith(TEXT.partition(" \u00e9")[0])
+    weights = browser.run(
+        "views.map(view => view.model.heads.map(head => "
+        "[head.layer, head.head, left(head, view.model.size - 1, 1 + 'one two\\n'.length)]))"
+    )
+    layer = max(weights[0], key=lambda one: one[2])[0]
+    said = text(browser, "#notice")
+    for index, (heads, name) in enumerate(zip(weights, ("ours", "twin"), strict=True)):
+        _, head, weight = max((one for one in heads if one[0] == layer), key=lambda one: one[2])
+        assert text(browser, ".place h3", index) == f"Layer {layer}, head {head}"
+        assert f"{weight:.2f} in {name} (head {head})" in said
+
+
+def test_both_sides_move_together_and_the_address_holds_them(opened):
+    browser = opened("beside")
+    browser.run("document.querySelector('#together').click()")
+    browser.run("views[0].choose(views[0].model.heads[3])")
+    chosen = text(browser, ".place h3")
+    assert text(browser, ".place h3", 1) == chosen
+    browser.run("views[0].setLambda(0.25); views[0].chooseRow(4)")
+    address = browser.run("location.hash")
+    assert re.fullmatch(r"#4,1\.\d:0\.25,1\.\d", address)
+    browser.run("views[0].choose(views[0].model.heads[0]); views[0].chooseRow(9)")
+    browser.run(f"location.hash = {address!r}")
+    settle(browser)
+    assert text(browser, ".place h3") == chosen
+    assert "(token 5)" in text(browser, ".row h3")
+    assert "not the model\u2019s own" in text(browser, ".note")
+
+
+def test_a_token_is_found_and_its_predictions_are_shown(opened):
+    browser = opened("diff")
+    browser.run("find('w')")
+    assert f"(token {TEXT.index('w') + 2})" in text(browser, ".row h3")
+    browser.run("find('w')")
+    assert f"(token {TEXT.encode().rindex(b'w') + 2})" in text(browser, ".row h3")
+    assert len(re.findall(r"\d+ %", text(browser, ".following"))) == 5
+    browser.run("find('\u00df')")
+    assert text(browser, "#sorted") == "No token has \u201c\u00df\u201d."
+
+
+def test_the_table_has_the_weights(opened):
+    browser = opened("diff")
+    lines = browser.run("views[0].table()").splitlines()
+    assert len(lines) == TOKENS + 1 + TEXT.count("\n") * 2  # the line end is a token of a row and of a column
+    last = [float(value) for value in lines[-1].split(",")[-TOKENS:]]
+    drawn = browser.run("Array.from({length: views[0].model.size}, (_, key) => left(views[0].head, views[0].row, key))")
+    assert last == pytest.approx(drawn, abs=1e-4)
+
+
 def test_print_is_light_and_without_controls(opened):
     browser = opened("diff", scheme="dark")
     browser.run("dispatchEvent(new Event('beforeprint'))")
     browser.media("dark", "print")
     assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    shown = [f"document.querySelector({name!r}).checkVisibility()" for name in ("#theme", ".heads", "input", "canvas")]
+    shown = [
+        f"document.querySelector({name!r}).checkVisibility()" for name in ("#theme", ".heads", "[type=range]", "canvas")
+    ]
     assert [browser.run(script) for script in shown] == [False, False, False, True]
     browser.media("dark")
     browser.run("dispatchEvent(new Event('afterprint'))")

@@ -154,7 +154,7 @@ function select(list, items, chosen) {
 // ---- One model ----
 
 const views = [];
-let marking = false, speech = 0;
+let marking = false, together = false, speech = 0;
 
 function say(text) {
   clearTimeout(speech);
@@ -181,7 +181,7 @@ class View {
     this.makeTokens();
     this.makeHeads();
     this.listen();
-    this.head = this.opening();
+    this.head = model.heads[0];
   }
 
   label() {
@@ -232,9 +232,25 @@ class View {
     }));
   }
 
-  // The page opens with the head whose last token reads a far token most: a head that has found something. Heads that
-  // subtract come first.
-  opening() {
+  // The token that the text asks for: the first of the marked span, or the last one that is what this model predicts.
+  asked() {
+    const {model} = this, last = model.size - 1;
+    if (model.mark) return model.mark[0];
+    const said = model.next[last][0][0];
+    return model.tokens.lastIndexOf(said, last - 1);
+  }
+
+  // The head that gives a token most of what the last token reads, among heads of a layer, or of all.
+  reader(token, layer = null) {
+    const last = this.model.size - 1, own = this.model.heads.filter(head => head.layer === layer);
+    const heads = own.length ? own : this.model.heads;
+    return heads.reduce((best, head) => left(head, last, token) > left(best, last, token) ? head : best);
+  }
+
+  // The page opens with a head that reads what the text asks for; without such a token, with the head whose last token reads
+  // a far token most. Heads that subtract come first.
+  opening(token) {
+    if (token > 0) return this.reader(token);
     const last = this.model.size - 1, subtracts = this.model.heads.filter(head => head.mean > 0);
     const found = head => Math.max(0, ...Array.from({length: Math.max(0, last - 4)}, (_, i) => left(head, last, i + 1)));
     return (subtracts.length ? subtracts : this.model.heads).reduce((best, head) => found(head) > found(best) ? head : best);
@@ -256,6 +272,8 @@ class View {
       to => this.choose(this.order[to]));
     $(root, ".previous").addEventListener("click", () => this.step(-1));
     $(root, ".next").addEventListener("click", () => this.step(1));
+    $(root, ".png").addEventListener("click", () => this.savePicture());
+    $(root, ".csv").addEventListener("click", () => this.saveTable());
     slider.addEventListener("input", () => this.setLambda(Number(slider.value)));
     slider.addEventListener("keydown", event => { if (event.key === "0") this.setLambda(null); });
     $(root, ".reset").addEventListener("click", () => this.setLambda(null));
@@ -275,9 +293,14 @@ class View {
   // ---- What is chosen ----
 
   choose(head) {
-    [this.head, this.lambda] = [head, null];
-    this.draw();
-    this.options.get(head).scrollIntoView({block: "nearest"});
+    for (const view of together ? views : [this]) {
+      const same = view === this ? head : view.model.heads.find(one => one.layer === head.layer && one.head === head.head);
+      if (!same) continue;
+      [view.head, view.lambda] = [same, null];
+      view.draw();
+      view.options.get(same).scrollIntoView({block: "nearest"});
+    }
+    remember();
     say(`Layer ${head.layer}, head ${head.head}. ${this.story()}`);
   }
 
@@ -289,12 +312,14 @@ class View {
   setLambda(value) {
     this.lambda = value;
     this.draw();
+    remember();
     say(`Lambda ${value === null ? "is the model's own" : fixed(value, 2)}. ${this.story()}`);
   }
 
   chooseRow(row, extend = false) {
     if (extend) this.setMark([this.mark ? this.mark[0] : this.row, row]);
     for (const view of views) view.moveTo(this.match(view, row));
+    remember();
     say(`Token ${row + 1} of ${this.model.size}, ${quoted(this.model.tokens[row])}. ${this.story()}`);
     if (sorting.value === "marked") sortHeads();
   }
@@ -420,6 +445,8 @@ class View {
       if (marks) Object.assign(band.style, {left: `${100 * marks[0] / size}%`, width: `${100 * (marks[1] + 1 - marks[0]) / size}%`});
     }
     $(root, ".row h3").textContent = `What ${quoted(model.tokens[row])} (token ${row + 1}) reads`;
+    $(root, ".following").textContent = "Predicts next: " +
+      model.next[row].map(([token, share]) => `${quoted(token)} ${Math.round(100 * share)} %`).join(", ");
     const at = key ?? rest.indexOf(Math.max(...rest));
     $(root, ".cell").textContent = `${quoted(model.tokens[row])} reads ${quoted(model.tokens[at])}: ` + (head.second
       ? `A1 ${fixed(head.first(row, at))}, A2 ${fixed(head.second(row, at))}, left ${fixed(rest[at])}` : fixed(rest[at]));
@@ -427,6 +454,35 @@ class View {
       const name = canvas.closest(".map").querySelector("figcaption").textContent;
       canvas.setAttribute("aria-label", `Map ${name}, layer ${head.layer}, head ${head.head}. ${this.story(row)}`);
     }
+  }
+
+  // ---- Files ----
+
+  name(ending) {
+    return `${this.model.name.replace(/[^\w.-]+/g, "-")}-layer${this.head.layer}-head${this.head.head}.${ending}`;
+  }
+
+  savePicture() {
+    const small = $(this.root, "[data-kind=left] canvas"), large = document.createElement("canvas");
+    large.width = large.height = Math.ceil(1024 / this.model.size) * this.model.size;
+    const context = large.getContext("2d");
+    context.imageSmoothingEnabled = false;
+    context.fillStyle = getComputedStyle($(this.root, ".square")).backgroundColor;
+    context.fillRect(0, 0, large.width, large.height);
+    context.drawImage(small, 0, 0, large.width, large.height);
+    large.toBlob(blob => save(blob, this.name("png")));
+  }
+
+  table() {
+    const {head, model, lambda} = this, cell = text => `"${text.replaceAll('"', '""')}"`;
+    const lines = [["reads", ...model.tokens].map(cell)];
+    for (let row = 0; row < model.size; row++)
+      lines.push([cell(model.tokens[row]), ...Array.from({length: row + 1}, (_, key) => left(head, row, key, lambda).toFixed(4))]);
+    return lines.map(line => line.join(",")).join("\n") + "\n";
+  }
+
+  saveTable() {
+    save(new Blob([this.table()], {type: "text/csv"}), this.name("csv"));
   }
 
   // The row in words.
@@ -441,6 +497,65 @@ class View {
 }
 
 // ---- The page ----
+
+function save(blob, name) {
+  const link = Object.assign(document.createElement("a"), {href: URL.createObjectURL(blob), download: name});
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+// The address holds the row, and each model's head and lambda: #row,layer.head,layer.head:lambda
+function remember() {
+  const state = [views[0].row, ...views.map(view =>
+    `${view.head.layer}.${view.head.head}` + (view.lambda === null ? "" : `:${Number(view.lambda.toFixed(2))}`))];
+  try { history.replaceState(null, "", `#${state.join(",")}`); } catch { /* a frame without an address */ }
+}
+
+function recall() {
+  const [row, ...heads] = location.hash.slice(1).split(",");
+  if (!/^\d+$/.test(row) || heads.length !== views.length) return;
+  heads.forEach((state, i) => {
+    const [, layer, head, lambda] = /^(\d+)\.(\d+)(?::(-?[\d.]+))?$/.exec(state) ?? [];
+    const found = views[i].model.heads.find(one => one.layer === Number(layer) && one.head === Number(head));
+    if (found) [views[i].head, views[i].lambda] = [found, lambda && found.second ? Number(lambda) : null];
+  });
+  const at = Math.min(Number(row), views[0].model.size - 1);
+  for (const view of views) view.row = views[0].match(view, at);
+}
+
+// The text, what the models answer, and one sentence on the heads that the page opens with.
+function introduce() {
+  const {model} = views[0], bold = (tag, text) => Object.assign(document.createElement(tag), {textContent: text});
+  $(document, "#prompt").textContent = model.tokens.slice(model.begins ? 1 : 0).join("");
+  const answers = views.filter(view => view.model.answer);
+  $(document, "#answers").replaceChildren(...answers.flatMap((view, i) =>
+    [`${i ? ", " : ""}${view.model.name} goes on with `, bold("b", `\u201c${view.model.answer}\u201d`)]), answers.length ? "." : "");
+  const token = views[0].asked(), heads = [views[0].opening(token)];
+  for (const view of views.slice(1))
+    heads.push(token > 0 ? view.reader(views[0].match(view, token), heads[0].layer) : view.opening(token));
+  views.forEach((view, i) => { view.head = heads[i]; });
+  for (const view of views) view.mark = view.model.mark;
+  if (token <= 0) return;
+  const found = views.map((view, i) => {
+    const weight = left(heads[i], view.model.size - 1, views[0].match(view, token));
+    return `${fixed(weight, 2)} in ${view.model.name} (head ${heads[i].head})`;
+  });
+  const where = model.mark ? `The answer begins at the marked ${quoted(model.tokens[token])}.`
+    : `${model.name} predicts ${quoted(model.tokens[token])}, which stands in the text.`;
+  $(document, "#notice").replaceChildren(bold("b", "Notice: "),
+    `${where} Of the heads of layer ${heads[0].layer}, the one that reads it most gives it a weight of ${found.join(" and ")}. ` +
+    (views.length > 1 ? "These heads are shown." : "This head is shown."));
+}
+
+function find(text) {
+  const {tokens} = views[0].model, from = views[0].row;
+  for (let i = 1; i <= tokens.length; i++) {
+    const at = (from + i) % tokens.length;
+    if (tokens[at].includes(text)) return views[0].chooseRow(at);
+  }
+  say(`No token has ${text}.`);
+  $(document, "#sorted").textContent = `No token has \u201c${text}\u201d.`;
+}
 
 const sorting = $(document, "#sort");
 
@@ -479,6 +594,17 @@ async function open() {
     ? "A differential head forms two maps of the text and subtracts one from the other. What both give to the same tokens is noise, and cancels. What is left is what the head reads."
     : "A head gives each token of the text a weight: row by row, where a token looks among the tokens before it.";
   if (!differential) $(sorting, "[value=cancelled]").remove();
+  introduce();
+  recall();
+  $(document, "#together").hidden = views.length < 2;
+  $(document, "#together").setAttribute("aria-pressed", together);
+  $(document, "#together").addEventListener("click", event => {
+    together = !together;
+    event.target.setAttribute("aria-pressed", together);
+    if (together) views[0].choose(views[0].head);
+  });
+  $(document, "#find").addEventListener("keydown", event => { if (event.key === "Enter" && event.target.value) find(event.target.value); });
+  addEventListener("hashchange", () => { recall(); for (const view of views) view.draw(); });
   all(document, ".ticks b").forEach((tick, i) => {
     tick.style.left = `${50 + 50 * Math.cbrt([-1, -0.1, 0, 0.1, 1][i])}%`;
   });

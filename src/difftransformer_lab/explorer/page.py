@@ -42,9 +42,13 @@ Here we go. There and back again.
 The special magic Oslo number is: 63
 The grass is green. The sky is blue.
 The special magic Lisbon number is: """
+DEFAULT_ANSWER = "42"
+NEXT_TOKENS, ANSWER_TOKENS = 5, 8
 
 _STYLE = "width: 100%; height: 900px; border: 0"
-_FRAME = f'<iframe srcdoc="{{}}" title="Attention maps" sandbox="allow-scripts" style="{_STYLE}"></iframe>'
+_FRAME = (
+    f'<iframe srcdoc="{{}}" title="Attention maps" sandbox="allow-scripts allow-downloads" style="{_STYLE}"></iframe>'
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ def maps(
     prompt: str | None = None,
     beside: Any = None,
     *,
+    answer: str | None = None,
     tokens: int = TOKENS,
     names: tuple[str, ...] = (),
 ) -> Page:
@@ -81,6 +86,8 @@ def maps(
         tokenizer: Its tokenizer, as transformers or `difftransformer.data` opens it.
         prompt: The text; None takes one in which a number must be found.
         beside: A second model to compare with, or a pair (model, tokenizer) if it has another tokenizer.
+        answer: A part of the text that the models should find. It is marked, and the page opens with heads that read it; by
+            default they are heads that read what the first model predicts.
         tokens: Most tokens of the text, up to 1024; the rest is cut off, which no map of a causal model depends on.
         names: What to call the models on the page; their architectures by default.
 
@@ -90,7 +97,7 @@ def maps(
     """
     if not 2 <= tokens <= MOST_TOKENS:
         raise ConfigError(f"tokens={tokens}: give 2 to {MOST_TOKENS}")
-    text = DEFAULT_PROMPT if prompt is None else prompt
+    text, answer = (DEFAULT_PROMPT, DEFAULT_ANSWER) if prompt is None else (prompt, answer)
     pairs = [(model, tokenizer)]
     if beside is not None:
         pairs.append(beside if isinstance(beside, tuple) else (beside, tokenizer))
@@ -100,13 +107,17 @@ def maps(
         positions = getattr(network.config.get_text_config(), "max_position_embeddings", None) or tokens
         shown = ids[: min(tokens, positions)]
         _check_vocabulary(network, shown)
-        layers = capture(network, torch.tensor([shown], device=network.device))
+        layers, pieces = capture(network, torch.tensor([shown], device=network.device)), _pieces(own, shown)
+        following, continued = _predicted(network, own, shown, positions)
         facts = {
             "name": names[index] if index < len(names) else type(network).__name__,
             "kind": label(getattr(network.config, "attention_type", None) or type(network).__name__),
-            "tokens": _pieces(own, shown),
+            "tokens": pieces,
             "whole": len(ids),
             "begins": begins,
+            "next": following,
+            "answer": continued if len(shown) == len(ids) else None,
+            "mark": _span(pieces[begins:], text, answer, int(begins)),
         }
         blocks.append(packed(layers, facts))
     return Page(_filled(blocks))
@@ -151,7 +162,7 @@ def _coarse(lambdas: list[list[float]] | None, row: int) -> Any:
 
 
 def _short(lam: Any) -> list[list[float]] | None:
-    return None if lam is None else [[round(float(value), 5) for value in head] for head in lam]
+    return None if lam is None else [[round(float(value), 4) for value in head] for head in lam]
 
 
 def _filled(blocks: list[str]) -> str:
@@ -176,21 +187,51 @@ def _encoded(tokenizer: Any, text: str) -> tuple[list[int], bool]:
     return ([*ids], False) if begin is None else ([begin, *ids], True)
 
 
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer.decode(ids)
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
     """Return the text of each token: what it adds to the text before it, since some tokenizers drop a space at the start."""
-
-    def decode(part: list[int]) -> str:
-        if isinstance(tokenizer, Tokenizer):
-            return tokenizer.decode(part)
-        return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
     pieces, before = [], ""
     for count in range(1, len(ids) + 1):
-        whole = decode(ids[:count])
+        whole = _decoded(tokenizer, ids[:count])
         added = whole[len(before) :] if whole.startswith(before) else ""
-        pieces.append(added or decode(ids[count - 1 : count]))
+        pieces.append(added or _decoded(tokenizer, ids[count - 1 : count]))
         before = whole
     return pieces
+
+
+@torch.no_grad()
+def _predicted(network: Any, tokenizer: Any, ids: list[int], positions: int) -> tuple[list[list[Any]], str]:
+    """Return the likeliest tokens after each token with their probabilities, and how the model goes on until a line ends."""
+    logits = network(input_ids=torch.tensor([ids], device=network.device), use_cache=False).logits[0].float()
+    best = logits.softmax(-1).topk(min(NEXT_TOKENS, logits.shape[-1]))
+    following = [
+        [[_decoded(tokenizer, [token]), round(share, 3)] for token, share in zip(*row, strict=True)]
+        for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    longer, before = [*ids], _decoded(tokenizer, ids)
+    while len(longer) < min(positions, len(ids) + ANSWER_TOKENS):
+        longer.append(int(logits[-1].argmax()))
+        if "\n" in _decoded(tokenizer, longer)[len(before) :]:
+            break
+        logits = network(input_ids=torch.tensor([longer], device=network.device), use_cache=False).logits[0].float()
+    return following, _decoded(tokenizer, longer)[len(before) :].split("\n")[0].strip()
+
+
+def _span(pieces: list[str], text: str, answer: str | None, first: int) -> list[int] | None:
+    """Return the first and the last token of the answer in the text, counted with `first` tokens before it."""
+    if not answer or answer not in text:
+        return None
+    begin = text.index(answer)
+    ends = np.cumsum([len(piece) for piece in pieces])
+    start, stop = (int(np.searchsorted(ends, place, "right")) for place in (begin, begin + len(answer) - 1))
+    if stop == len(pieces) or not text.startswith("".join(pieces[: stop + 1])):
+        return None
+    return [first + start, first + stop]
 
 
 def _check_vocabulary(network: Any, ids: list[int]) -> None:
