@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from datetime import UTC, datetime
 
@@ -14,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.model import count
 from difftransformer.ops import build
 from difftransformer.train import read_metrics
 from difftransformer_lab.analysis import analyse, read_records
@@ -23,7 +21,7 @@ from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import task_sha256
 from difftransformer_lab.results import ChosenRate, RunRecord, StudyIndex, read_result
 from difftransformer_lab.statistics import detectable
-from difftransformer_lab.studies import Design, Study, environment, estimate, load_study, recipe_from
+from difftransformer_lab.studies import Design, Study, environment, load_study, recipe_from
 from difftransformer_lab.studies import run as run_module
 from difftransformer_lab.studies.design import identity
 from difftransformer_lab.studies.evaluation import draw_tasks
@@ -35,7 +33,6 @@ from tests.support.cases import threads
 
 STEPS = 4
 LOSS = {"label": "loss", "task": "perplexity", "name": "nll", "unit": "nats/token"}
-ESTIMATE = sys.modules["difftransformer_lab.studies.estimate"]  # the package exports its function by this name
 
 
 @pytest.fixture
@@ -409,10 +406,9 @@ def test_the_learning_rate_is_chosen_on_other_seeds(design, trained, tmp_path, d
     assert {run.point["needles"] for run in study.design.tuning} == {"one"}
     assert len(study.design.tuning) == 2 * 2 * 3
     assert study.rates() == []
-    assert estimate(study, at_once=1, threads=1).missing == 12 + 4
+    assert study.planned() == 12 + 4
     index = study.train(tmp_path / "out", at_once=1)
     assert index.planned == len(index.members) == 12 + 4
-    assert estimate(study, at_once=1, threads=1).missing == 0
     assert {rate.arm: rate.learning_rate for rate in index.rates} == {"diff": 5e-3, "twin": 5e-3}
     for rate in index.rates:
         files = [m.file for m in index.members if m.is_tuning and m.arm == rate.arm]
@@ -679,56 +675,31 @@ def test_a_plan_is_registered_by_its_commit(plan, tmp_path):
     assert registered(str(file), load_plan(str(file))).commit == ""
 
 
-def test_estimates(design, trained, tmp_path, document):
-    document["axes"] = {}
-    results = tmp_path / "results"
-    study = Study(design(seeds=3), results)
-    first = estimate(study, at_once=2, threads=1)
-    assert (first.runs, first.missing, first.basis) == (6, 6, "some steps timed now")
-    Study(design(seeds=1), results).train(tmp_path / "out", at_once=1)
-    threads_then = read_result(next(results.glob("small/runs/*.json")), RunRecord).environment.threads
-    later = estimate(Study(design(seeds=3), results), at_once=2, threads=threads_then)
-    assert (later.runs, later.missing, later.basis) == (6, 4, "earlier runs")
-    assert later.seconds == 2 * 1e6  # four runs of as long as the records say, two at a time
-
-
 def test_nothing_is_still_to_come_once_the_rates_of_a_plan_are_chosen(design, document, plan, tmp_path):
     """The best number of needles is the second one, and a plan is taken to ask for the first until that is known."""
     document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-3], "seeds": 1, "per": ["needles"]}
     plan(planned())
     study = Study(design(), tmp_path / "results")
-    before = estimate(study, at_once=1, threads=1)
-    assert (before.runs, before.missing) == (4 + 4, 8)
+    assert study.planned() == 4 + 4
     study.rates = lambda: [
         ChosenRate(arm=arm, point={"needles": needles}, learning_rate=1e-3, tried=[(1e-3, loss)])
         for arm in ("diff", "twin") for needles, loss in (("one", 2.0), ("two", 1.0))
     ]  # fmt: skip
-    after = estimate(study, at_once=1, threads=1)
-    assert after.runs == study.planned() == 4 + 4
+    assert study.planned() == 4 + 4
 
 
-def test_estimates_without_data_are_by_operations(design, tmp_path, document, monkeypatch, capsys):
+def test_arms_of_several_machines_make_one_study(design, trained, tmp_path, document, fails):
     document["axes"] = {}
-    document["presets"]["laptop"]["set"] = {"data.source": str(tmp_path / "missing")}
-    monkeypatch.setattr(ESTIMATE, "matmul_flops", lambda device, precision: 1e9)
-    found = estimate(Study(design(seeds=2), tmp_path / "results"), at_once=1, threads=1)
-    assert (found.runs, found.missing, found.basis) == (4, 4, "operations")
-    assert "missing" in found.absent
-    recipe = design().reported()[0].recipe
-    floating = count(recipe.planned_config(), context_tokens=64).train_flops_per_token * recipe.training.batch_tokens
-    assert found.longest[1] == pytest.approx(ESTIMATE.START_SECONDS + STEPS * floating / (0.4 * 1e9))
-    assert main(["study", str(tmp_path / "study.yaml"), "--dry-run"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "No run could be looked up: " in out
-    assert "by operations" in out
-
-
-def test_steps_that_would_take_long_are_not_timed(design, tmp_path, document, monkeypatch):
-    document["axes"] = {}
-    monkeypatch.setattr(ESTIMATE, "matmul_flops", lambda device, precision: 1.0)
-    monkeypatch.setattr(ESTIMATE, "build_model", None)
-    found = estimate(Study(design(), tmp_path / "results"), at_once=1, threads=1)
-    assert (found.missing, found.basis, found.absent) == (2, "operations", "")
+    words = ["study", str(tmp_path / "study.yaml"), "--results", str(tmp_path / "results"), "--out"]
+    design()
+    for arm in ("twin", "diff"):
+        assert main([*words, str(tmp_path / arm), "--only", arm]) == 0
+        assert {path.name.partition("-")[0] for path in (tmp_path / arm / "runs").iterdir()} == {arm}
+    assert len(trained) == 2
+    assert main([*words, str(tmp_path / "page")]) == 0
+    assert len(trained) == 2  # all records were there
+    assert (tmp_path / "page" / "laptop" / "index.html").exists()
+    assert "--only tiwn: unknown key; did you mean twin?" in fails(*words, "x", "--only", "tiwn")
 
 
 def test_jobs_are_expected_to_take_as_long_as_runs_of_their_kind(design, trained, tmp_path, document):
@@ -753,6 +724,9 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys, f
     assert "of the differences by seed: none with 1 seed" in out
     assert main(["study", "study.yaml", "--dry-run", "--seeds", "5"]) == 0
     assert f"{detectable(5):.1f} with 5 seeds" in capsys.readouterr().out
+    missing = f"data.source={tmp_path / 'missing'}"
+    assert main(["study", "study.yaml", "--dry-run", "--set", missing]) == 0
+    assert "2 runs; none could be looked up: " in capsys.readouterr().out
     assert not (tmp_path / "docs").exists()
     assert main(["study", "study.yaml", "--set", "training.steps=2"]) == 0
     out = capsys.readouterr().out
@@ -786,7 +760,7 @@ def test_arms_that_start_from_a_pretrained_model(document, design, trained, tmp_
     changes = [f"data.source={tmp_path / 'missing'}"]
     lacking = Study(design(changes=changes), tmp_path / "results", source=str(source), models=tmp_path / "models")
     with pytest.raises(DataError, match="missing"):
-        estimate(lacking, at_once=1, threads=1)
+        lacking.files(lacking.design.reported())
     index = study.train(tmp_path / "out", at_once=1)
     assert len(trained) == len(index.members) == 2
     assert index.command == "difftransformer study small --preset laptop --source pretrained"

@@ -1,15 +1,16 @@
 """difftransformer study."""
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from difftransformer.errors import ConfigError, DataError
 from difftransformer.files import locked
+from difftransformer.typed import unknown_key
 
 from ..recipe_files import read_mapping, shipped_recipes
 from .arguments import check_device, check_positive, use_threads
 from .console import show
-from .progress import in_words, training_shown
+from .progress import training_shown
 
 if TYPE_CHECKING:
     from ..studies import Study
@@ -28,9 +29,8 @@ def run(
     results: str = RESULTS,
     out: str | None = None,
     set: list[str] | None = None,
+    only: list[str] | None = None,
     dry_run: bool = False,
-    launcher: Literal["processes", "slurm", "local"] = "processes",
-    launcher_options: str = "{}",
 ) -> int:
     """Train the runs of a study that are missing, and write its index.
 
@@ -45,10 +45,8 @@ def run(
         results: Folder with one subfolder for each study, such as docs/results/studies. Runs that any of them has are not
             trained again.
         out: Folder for checkpoints and the page; reports/studies/NAME by default.
-        dry_run: Print the runs, the time that they take and the smallest effect that the seeds can detect; train nothing.
-        launcher: Where runs compute: in processes of this machine, or by submitit as jobs of Slurm or as local ones. The
-            command waits for them, with --jobs at a time, and needs shared folders.
-        launcher_options: Parameters of submitit, such as '{timeout_min: 600, slurm_partition: gpu}'.
+        only: Arms to train, such as for one machine of several. The study without --only writes the page.
+        dry_run: Print the runs and the smallest effect that the seeds can detect; train nothing.
     """
     expected = "a study is a mapping with name, question, recipe, arms and figures"
     read_mapping(study, shipped_recipes("studies"), expected)
@@ -61,7 +59,6 @@ def run(
 
     from ..analysis import read_studies
     from ..studies import Design, Study, load_study
-    from ..studies.launcher import submitting
     from .report import show_study
 
     loaded = load_study(study)
@@ -69,40 +66,34 @@ def run(
     folder = Path(out or f"reports/studies/{loaded.name}")
     design = Design(loaded, preset, seeds=seeds, changes=set or [], file=study)
     whole = Study(design, Path(results), source=source, models=folder / "models")
+    for arm in only or ():
+        if arm not in design.arms:
+            raise ConfigError(f"--only {arm}: {unknown_key(arm, design.arms)}")
     if dry_run:
-        return _describe(whole, at_once, device)
+        return _describe(whole)
     build.load()  # here, where its line is seen, and not in a run
-    title = f"study {loaded.name}"
-    where: AbstractContextManager[None] = nullcontext()
-    if launcher != "processes":
-        where = submitting(folder / "submitit", launcher, launcher_options)
-    place = folder / whole.index_file.stem
-    with where, locked(folder), training_shown(title):
-        whole.train(folder, at_once=at_once, device=device)
-    return show_study(read_studies(whole.index_file)[0], place, "study")
+    with locked(folder), training_shown(f"study {loaded.name}"):
+        whole.train(folder, at_once=at_once, device=device, only=only)
+    if only is not None:
+        show(f"Results: {whole.store.folder}")
+        return 0
+    return show_study(read_studies(whole.index_file)[0], folder / whole.index_file.stem, "study")
 
 
-def _describe(study: "Study", at_once: int, device: str) -> int:
-    import torch
-
+def _describe(study: "Study") -> int:
     from ..statistics import detectable
-    from ..studies import estimate
-    from ..table import counted
 
-    threads = max(1, torch.get_num_threads() // at_once)
-    design = study.design
-    seeds = design.seeds()
-    expected = estimate(study, at_once=at_once, threads=threads, device=device)
-    show(f"{study.design.config.name}, preset {study.design.name}: {study.design.config.question}")
-    show(f"{expected.runs} runs, {expected.runs - expected.missing} are there, {expected.missing} to train")
-    if expected.absent:
-        show(f"No run could be looked up: {expected.absent}")
-    if expected.longest is not None:
-        title, longest = expected.longest
-        show(
-            f"about {in_words(expected.seconds)}, {at_once} at a time with {counted(threads, 'thread')} each, "
-            f"by {expected.basis}; the longest run, {title}, {in_words(longest)}"
-        )
+    design, seeds = study.design, study.design.seeds()
+    show(f"{design.config.name}, preset {design.name}: {design.config.question}")
+    try:
+        count = study.planned()
+        runs = [*study.tuning(), *design.reported(study.rates())]
+        there = sum(file is not None for file in study.files(runs))
+        show(f"{count} runs, {there} are there, {count - there} to train")
+    except DataError as error:
+        if design.config.source:
+            raise
+        show(f"{len(design.tuning) + len(design.reported())} runs; none could be looked up: {error}")
     show(
         "Smallest effect that one planned contrast shows with a probability of 0.8, in standard deviations of the differences "
         "by seed: "

@@ -7,7 +7,6 @@ from difftransformer._lazy import lazy_names
 if TYPE_CHECKING:
     from .comparison import compare
     from .design import Design, StudyConfig, load_study
-    from .estimate import Estimate, estimate
     from .evaluation import draw_tasks, evaluate_checkpoint
     from .jobs import Job, watched_by
     from .recipe import CompareConfig, Recipe, load_recipe, recipe_dict, recipe_from, save_recipe

@@ -17,7 +17,6 @@ from difftransformer.train import Interrupted, checkpoints
 from difftransformer.train.metrics import METRICS_FILE
 
 from ..child import start_child
-from .launcher import SubmittedRun, submit
 from .run import EXIT_DIVERGED
 
 LOG_FILE = "log.txt"
@@ -47,7 +46,7 @@ class Job:
     step: int = 0
     loss_nats: float | None = None
     validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | SubmittedRun | None = field(default=None, repr=False)
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     seconds: float = 0.0
     expected_seconds: float | None = None
     began: float = 0.0
@@ -57,9 +56,6 @@ class Job:
         self.prepare()
         self.began = time.monotonic()
         words = (str(self.folder), str(self.threads), self.device, *map(str, self.shards))
-        self.process = submit(words, self.folder / LOG_FILE)
-        if self.process is not None:
-            return
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
         with (self.folder / LOG_FILE).open("wb") as log:
             streams = {"stdout": log, "stderr": subprocess.STDOUT}

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -270,11 +270,14 @@ class Study:
             return []
         return headline_figures(read_result(self.index_file.parent / members[0].file, RunRecord).evaluations)
 
-    def train(self, folder: Path, *, at_once: int, device: str = "cpu") -> StudyIndex:
+    def train(
+        self, folder: Path, *, at_once: int, device: str = "cpu", only: Collection[str] | None = None
+    ) -> StudyIndex:
         """Train and evaluate every run that is missing, watched by `jobs.watched_by`; each leaves its record when it ends.
 
         Args:
             at_once: Number of runs that train at the same time; each gets an equal share of the threads.
+            only: Arms whose runs are trained; all by default.
 
         Raises:
             EvaluationError: a run has not all figures that are planned.
@@ -283,10 +286,15 @@ class Study:
             Interrupted: a signal; every run has saved a checkpoint.
         """
         design = self.design
+        wanted = design.arms if only is None else only
+
+        def train(runs: Iterable[PlannedRun]) -> bool:
+            return self._train([run for run in runs if run.arm in wanted], folder, at_once, device)
+
         for arms in ([], *design.arms_in_turn()):  # what needs no tuning decides soonest
-            while self._train([run for run in self.tuning() if run.arm in arms], folder, at_once, device):
+            while train(run for run in self.tuning() if run.arm in arms):
                 pass  # until no best rate lies at an edge, or no extension is left
-            self._train(design.reported(self.rates()), folder, at_once, device)
+            train(design.reported(self.rates()))
         for one in self.rates():
             if one.is_at_edge:
                 where = f" at {place(one.point)}" if one.point else ""
