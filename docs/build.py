@@ -17,12 +17,14 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+from inserted import Inserted
+
 from difftransformer import __version__
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 LIBRARY = ("ops", "attention", "model", "families", "hub", "data", "train", "errors")
-LABORATORY = ("evals", "studies", "report", "bench", "results")
+LABORATORY = ("evals", "studies", "analysis", "bench", "results")
 PACKAGES = (*(f"difftransformer.{name}" for name in LIBRARY), *(f"difftransformer_lab.{name}" for name in LABORATORY))
 # Modules whose public names are documented on their package's page, and which the package itself does not import.
 MODULES = {"difftransformer.attention": {"encoder": ["DifferentialEncoderLayer"]}}
@@ -84,8 +86,9 @@ def write_pages(folder: Path) -> None:
     write_api(folder / "api")
     for name, page in OUTSIDE.items():
         (folder / page).write_text((ROOT / name).read_text(encoding="utf-8").replace("](docs/", "]("), encoding="utf-8")
+    inserted = Inserted(folder)
     for page in folder.rglob("*.md"):
-        text = page.read_text(encoding="utf-8")
+        text = inserted.fill(page.read_text(encoding="utf-8"))
         for name, own in OUTSIDE.items():
             text = re.sub(
                 rf"\]\((\.\./)+{re.escape(name)}", f"]({'../' * len(page.relative_to(folder).parts[1:])}{own}", text
@@ -135,8 +138,8 @@ def navigation(folder: Path) -> dict[str, str]:
     trees = {"index.md": ""}
     below = {"api.md": [("", f"api/{package}") for package in PACKAGES]}
     below["findings.md"] = [
-        (f"Study {page.parent.name}", str(page.relative_to(folder)))
-        for page in sorted(folder.glob("results/studies/*/README.md"))
+        (f"Study {page.stem}", str(page.relative_to(folder)))
+        for page in sorted(folder.glob("studies/*.md"))
     ]
     for section in re.split(r"^## ", (folder / "index.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         top: list[tuple[str, str]] = []

@@ -122,9 +122,9 @@ TOKEN = (
         "compare",
     ),
     Step(
-        "report/study_page.py",
-        "write_study",
-        "draws figures and tables",
+        "analysis/page.py",
+        "write_page",
+        "shows findings, figures and tables",
         "reports/NAME/\nindex.html, figures/, tables/",
         "report",
     ),

@@ -12,9 +12,8 @@ from scipy.stats import fisher_exact
 from difftransformer.attention import VARIANTS
 from difftransformer.hub import open_model, source_folder
 from difftransformer.model import DiffTransformerConfig, count, preset
+from difftransformer_lab.analysis import read_records, read_studies
 from difftransformer_lab.recipe_files import read_recipe, shipped_recipes
-from difftransformer_lab.report import read_evidence, read_studies
-from difftransformer_lab.report.words import VERDICTS
 from difftransformer_lab.results import figure_of
 from difftransformer_lab.statistics import paired_difference
 from difftransformer_lab.studies.design import load_study
@@ -35,7 +34,7 @@ def found():
 
 @pytest.fixture(scope="module")
 def studies(found):
-    return {one.evidence.slug: one.evidence for one in found}
+    return {one.records.slug: one.records for one in found}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ def test_what_is_said_of_needle_documents_is_in_the_recipes():
         "`embedding_multiplier: 1`",
     ):  # fmt: skip
         assert said in page
-    runs = [run for *_, run in read_evidence(DOCS / "results" / "retrieval.json").every_run()]
+    runs = [run for *_, run in read_records(DOCS / "results" / "retrieval.json").every_run()]
     for run in runs:
         model = run.recipe["model"]
         assert (model["num_hidden_layers"], run.recipe["training"]["context_stages"][-1][1]) == (2, 128)
@@ -323,16 +322,3 @@ def test_the_list_of_studies_and_their_sizes():
     studies, sizes = map(listed, ("| study | question |", "| preset | for | studies |"))
     assert set(studies) == {*shipped_recipes("studies")}
     assert set(sizes) == {size for name in studies for size in load_study(name).presets}
-
-
-def test_the_guide_to_reports_has_every_verdict_and_heading():
-    page = text_of("docs/guides/report.md")
-    files = sorted((ROOT / "src" / "difftransformer_lab" / "report").rglob("*"))
-    report = " ".join(path.read_text("utf-8") for path in files if path.suffix in (".py", ".j2"))
-    for verdict in VERDICTS:
-        assert re.search(rf"\b{verdict.partition(' on these')[0]}\b", page), verdict
-    assert "on these items" in page
-    guide = (DOCS / "guides" / "report.md").read_text("utf-8")
-    for heading in re.findall(r'^- \*\*([A-Z][^*\[]+)\*\*|"([A-Z][^"]+)"', guide, re.M):
-        words = "".join(heading).removesuffix(" the reference")
-        assert words.lower() in report.lower(), words

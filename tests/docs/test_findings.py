@@ -1,69 +1,32 @@
-"""The pages of results: every section with figures names a results file, and its table shows what the file holds."""
+"""Pages with numbers of records: what they insert is there, verdicts are states of findings, tables show what files hold."""
 
-import dataclasses
-import importlib
-import os
 import re
-import subprocess
-import sys
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-from difftransformer_lab.report import read_evidence, studied, study_figures
-from difftransformer_lab.report.answers import answers, brief_explored
-from difftransformer_lab.report.lead import plain_answer
-from difftransformer_lab.results import (
-    Bench,
-    Change,
-    ChosenRate,
-    Contrast,
-    Question,
-    StudyAxis,
-    StudyFigure,
-    StudyIndex,
-    TaskResult,
-    Term,
-    read_document,
-    read_result,
-)
-from tests.support.simulated_study import LOSS, planned, record, study
+from difftransformer_lab.analysis import read_records
+from difftransformer_lab.analysis.compare import compare, row_of
+from difftransformer_lab.recipe_files import shipped_recipes
+from difftransformer_lab.results import Bench, TaskResult, read_document, read_result
+from difftransformer_lab.table import fixed
+from tests.support.pages import filled, pages
 
 DOCS = Path(__file__).parents[2] / "docs"
-STUDIES = sorted((DOCS / "results" / "studies").glob("*/README.md"))
-FIGURE = re.compile(r"^\|.*\d.*\|$|\d (?:%|bits)|\d\.\d+", re.MULTILINE)
-KINDS = {"bench": Bench, "study": StudyIndex, "task": TaskResult}
-
-
-def test_sections_with_figures_name_a_results_file():
-    figures = 0
-    for page in (DOCS / "retrieval.md", *STUDIES):
-        for text in re.split(r"^## ", page.read_text("utf-8"), flags=re.MULTILINE)[1:]:
-            files = re.findall(r"\]\(([\w./-]+\.json)\)", text)
-            figures += bool(FIGURE.search(text))
-            assert files or not FIGURE.search(text), text[:40]
-            assert all((page.parent / name).is_file() for name in files), files
-    assert figures >= 8
-
-
-def test_generated_text_is_that_of_the_records():
-    words = [sys.executable, DOCS / "evidence.py", "--check"]
-    without_torch = os.environ | {"DIFFTRANSFORMER_LAZY": "1"}
-    done = subprocess.run(words, env=without_torch, capture_output=True, text=True, check=False)
-    assert done.stdout == done.stderr == ""
-    assert done.returncode == 0
-
-
+STUDIES = sorted(path.stem for path in (DOCS / "studies").glob("*.md"))
+KINDS = {"bench": Bench, "task": TaskResult}
 PLAIN = ("intervals.json", "start-rms.json")  # a simulation, and sizes of models that no run trained
 RESULTS = [path for path in sorted((DOCS / "results").glob("*.json")) if path.name not in PLAIN]
+ASKED = re.compile(r"\{\{ verdict\(\"([\w-]+)\", \"([^\"]+)\", \"(\w+)\"\) \}\}")
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_committed_results_open(path):
     kind, _, _ = read_document(path)
-    is_study = kind == "study"
-    opened = [run for *_, run in read_evidence(path).every_run()] if is_study else [read_result(path, KINDS[kind])]
+    opened = (
+        [run for *_, run in read_records(path).every_run()] if kind == "study" else [read_result(path, KINDS[kind])]
+    )
     assert opened
     for result in opened:
         assert result.environment.processor
@@ -77,143 +40,76 @@ def cells_of(text):
     return [rows[0], *rows[2:]]
 
 
-def split_tables(text):
-    return re.findall(r"^\| `attention_type`.*?(?=^\| `attention_type`|\Z)", text, re.MULTILINE | re.DOTALL)
+def tables_of(text):
+    return [cells_of(table) for table in re.split(r"\n(?=\n\|)", f"\n{text}") if table.lstrip().startswith("|")]
 
 
-def table_after(marker, page):
-    return cells_of(page.read_text("utf-8").partition(marker)[2])
+def test_every_page_has_what_it_inserts():
+    written = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if "{{ " in path.read_text("utf-8")]
+    assert {"choose.md", "initialization.md", "retrieval.md", "studies/start.md"} <= set(written)
+    for page in written:
+        text = filled(page)
+        assert "{{ " not in text, page
+        for name in re.findall(r"\]\(\.\./figures/(study-[\w-]+\.svg)\)", text):
+            assert (pages().folder / "figures" / name).read_text("utf-8").rstrip().endswith("</svg>")
 
 
-def test_the_readme_has_a_short_line_for_each_study():
-    rows = table_after("<!-- studies -->", DOCS.parent / "README.md")[1:]
-    told = [path for path in (DOCS / "results" / "studies").glob("*/*.json") if path.stem != "normal-start"]
-    assert len(rows) == len(told)
-    for row in rows:
-        assert len(" ".join(row).split()) <= 26, row  # the name of the study and 25 words
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_verdicts_of_a_page_are_the_states_of_its_findings(name):
+    """In its tables, and in its sentences, which name every contrast that is decided."""
+    source, text = (DOCS / "studies" / f"{name}.md").read_text("utf-8"), filled(f"studies/{name}.md")
+    studies = [one for one in pages()._studies.values() if one.records.index.name == name]
+    states = {one.contrast.name: one.state for study in studies for one in study.findings}
+    tables = [table for table in tables_of(text) if table[0][-1] == "state"]
+    assert {row[0]: row[-1] for table in tables for row in table[1:]} == states
+    said = {contrast: word for _, contrast, word in ASKED.findall(source)}
+    assert said.items() <= states.items()
+    assert {contrast for contrast, state in states.items() if state in ("above", "below", "within")} == said.keys()
 
 
-def test_every_study_says_what_was_changed_and_whether_it_confirms():
-    sections = [text for page in STUDIES for text in re.split(r"^## ", page.read_text("utf-8"), flags=re.MULTILINE)[1:]]
-    assert len(sections) >= 7
-    for section in sections:
-        assert "Disclosed:" in section
-        explores = "This study explores: nothing in it is confirmed." in section
-        assert explores != ("This study confirms a plan." in section)
-        if explores:
-            assert not re.search(r"is (better|worse) than|Holm", section)
+def test_a_verdict_that_is_not_the_state_of_its_finding_is_refused():
+    asked = '{{ verdict("start-laptop", "V2 minus Transformer, each at its best", "above") }}'
+    with pytest.raises(ValueError, match=r"start-laptop: 'V2 minus Transformer, each at its best' is 'below'"):
+        pages().fill(asked)
 
 
-def test_the_section_of_a_plan_has_its_questions_its_contrasts_and_all_rates(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    losses = {"diff": 2.0, "softmax": 2.1}
-    terms = [Term(arms=["diff"], weight=1.0), Term(arms=["softmax"], weight=-1.0)]
-    words = {"name": "DIFF minus Transformer", "above": "It is higher.", "below": "It is lower."}
-    contrast = Contrast(figure=LOSS.label, terms=terms, seeds=6, **words)
-    rate = ChosenRate(arm="diff", point={}, learning_rate=2e-3, tried=[(1e-3, 2.2), (2e-3, 2.1)])
-    plan = planned([Question(question="Is the loss lower?", contrasts=[contrast])])
-    changes = [Change(when="2026-02-01", what="One."), Change(when="abc", what="Two.")]
-
-    def make(arm, point, seed):
-        return record([LOSS], {LOSS.label: losses[arm] + 0.01 * (seed % 3) * (arm == "diff")}, arm=arm)
-
-    evidence = study(list(losses), [LOSS], 6, make, first_seed=2000, plan=plan, rates=[rate], changes=changes)
-    evidence = dataclasses.replace(evidence, path=DOCS / "results" / "studies" / "simulated" / "laptop.json")
-    text = importlib.import_module("evidence").section(studied(evidence), False)
-    bullet = next(line for line in text.splitlines() if line.startswith("- Is the loss lower?"))
-    assert bullet.startswith("- Is the loss lower? DIFF minus Transformer: -0.0900 nats/token [-0.")
-    assert ", below zero in 6 of 6 seeds: It is lower (registered; Student's t test, p < 0.001)." in bullet
-    assert text.startswith("## laptop\n")
-    assert "This study confirms a plan." in text
-    assert "2.200 | 2.100 * | at the edge |" in text
-    assert "Disclosed:\n\n- 1 February 2026: One.\n- abc: Two.\n" in text
-    assert "SHA-256 " + "5" * 64 in text
+def test_every_study_with_records_has_a_page_with_all_of_them():
+    found = {path.relative_to(DOCS) for path in (DOCS / "results" / "studies").glob("*/*.json")}
+    texts = {name: filled(f"studies/{name}.md") for name in STUDIES}
+    assert {path.parent.name for path in found} == set(STUDIES) <= set(shipped_recipes("studies"))
+    for path in found:
+        text = texts[path.parent.name]
+        assert f"[{path}](../{path})" in text
+        index = pages()._study(f"{path.parent.name}-{path.stem}").records.index
+        assert index.command in text
+        assert all(change.what in text for change in index.changes)
+        assert index.correction is None or index.correction.why in text
+        assert ("confirm" if index.plan else "explore") in text
 
 
-RATES = ["0.004", "0.016", "0.064"]
-LOSSES = {  # of two seeds at each rate; the lowest single loss is not at the rate with the lowest mean
-    ("diff", "64"): [(1.9, 2.9), (2.0, 2.2), (2.2, 2.4)],
-    ("diff", "256"): [(1.9, 2.1), (2.1, 2.3), (1.8, 4.2)],
-    ("softmax", "64"): [(2.6, 2.6), (2.3, 2.5), (2.1, 2.3)],
-    ("softmax", "256"): [(2.2, 2.4), (2.0, 2.2), (2.4, 2.4)],
-}
-
-
-def test_a_run_that_diverged_is_in_no_mean_of_the_pages(monkeypatch):
-    """The first run of every arm has no figures."""
-    monkeypatch.syspath_prepend(str(DOCS))
-    figures = [StudyFigure(label=label, task="needle", name=label) for label in ("retrieval, seen cities", LOSS.label)]
-
-    def make(arm, point, seed):
-        values = {one.label: seed * (2.0 if arm == "twin" else 1.0) for one in figures}
-        run = record(figures, values, arm=arm, seed=seed)
-        return run if seed else dataclasses.replace(run, diverged_after=9, figures=[])
-
-    page = importlib.import_module("evidence")
-    rates = [ChosenRate(arm=arm, point={}, learning_rate=0.1, tried=[(0.1, 1.0)]) for arm in ("diff", "twin")]
-    controls = study(["diff", "twin"], figures, 4, make, name="controls", rates=rates)
-    assert "| diff | 3 | 0.1 | 2.00 | 2.000 |" in page.retrieving_arms([studied(controls)])
-    axes = [StudyAxis(name="start", values=["fan-in-0.002", "normal-0.002"])]
-    rows = page.one_rate_table(study(["diff", "twin"], figures, 4, make, axes=axes)).rows
-    assert rows[0] == ["fan-in", "2.000", "4.000", "-2.000 [-4.484, +0.484]", "3 of 3"]
-
-
-MEANS = {
-    ("diff", "64"): [2.4, 2.1, 2.3],
-    ("diff", "256"): [2.0, 2.2, 3.0],
-    ("softmax", "64"): [2.6, 2.4, 2.2],
-    ("softmax", "256"): [2.3, 2.1, 2.4],
-}
-BEST = {"diff": [(0.016, 2.1), (0.004, 2.0)], "softmax": [(0.064, 2.2), (0.016, 2.1)]}  # rate and loss at each width
-
-
-def test_the_best_rates_over_width_are_the_answer(monkeypatch):
-    def make(arm, point, seed):
-        loss = LOSSES[arm, point[0]][RATES.index(point[1])][seed]
-        return record([LOSS], {LOSS.label: loss}, arm=arm, seed=seed)
-
-    canvases = []
-    axes = [
-        StudyAxis(name="width", values=["64", "256"]),
-        StudyAxis(name="rate", values=RATES, numbers=[float(rate) for rate in RATES]),
-    ]
-    evidence = study(["diff", "softmax"], [LOSS], 2, make, axes=axes)
-    found = studied(evidence)
-    [said] = answers(found)
-    assert said.text.startswith(
-        "diff: 0.016 at width 64, 0.004 at width 256 (at the edge); softmax: 0.064 at width 64 (at the edge), 0.016 at width "
-        "256. Tried: 0.004, 0.016, 0.064; explored"
-    )
-    brief = "Best rate, width 64 to 256: 0.016 to 0.004 (diff); 0.064 to 0.016 (softmax); explored."
-    assert brief_explored(found) == brief
-    assert said.text in plain_answer(found)
-    monkeypatch.setattr(study_figures, "finish", lambda *given: canvases.append(given[3]))
-    study_figures.draw_transfer(evidence, found.rows)
-    panels = canvases[0].axes
-    assert [ax.get_title(loc="left") for ax in panels] == ["diff", "softmax"]
-    for ax, arm in zip(panels, ("diff", "softmax"), strict=True):
-        lines = [line for line in ax.lines if len(line.get_xdata()) == 3]
-        rings = [line.get_xydata()[0].tolist() for line in ax.lines if len(line.get_xdata()) == 1]
-        for line, ring, width, best in zip(lines, rings, ("64", "256"), BEST[arm], strict=True):
-            assert line.get_xdata().tolist() == [0.004, 0.016, 0.064]
-            assert line.get_ydata().tolist() == pytest.approx(MEANS[arm, width])
-            assert ring == pytest.approx(best)
-    assert [text.get_text() for text in canvases[0].legends[0].texts] == ["width 64", "width 256"]
-    without = [row for row in found.rows if row.point[:1] != ("256",)]  # whose runs are still to come
-    study_figures.draw_transfer(evidence, without)
-    assert [len(ax.lines) for ax in canvases[1].axes] == [2, 2]
-    text = answers(dataclasses.replace(found, rows=without))[0].text
-    assert text.startswith("diff: 0.016 at width 64; softmax: 0.064 at width 64 (at the edge). Tried")
+def test_the_demo_table_of_the_readme_is_that_of_its_file():
+    records = read_records(DOCS / "results" / "demo.json")
+    rows = compare(records)
+    shown = cells_of((DOCS.parent / "README.md").read_text("utf-8").partition("<!-- demo -->")[2])
+    labels = ("validation loss", "needle accuracy (seen cities)", "needle accuracy (unseen cities)")
+    assert [title.partition(",")[0] for title in shown[0][1::2]] == list(labels)
+    for arm, (name, *cells) in zip(records.index.arms, shown[1:], strict=True):
+        assert name == arm.label
+        for label, mean, difference in zip(labels, cells[::2], cells[1::2], strict=True):
+            row = row_of(rows, label, arm.name, ())
+            assert mean == f"{fixed(row.statistic.mean, 4)} \u00b1 {fixed(row.statistic.standard_error, 4)}"
+            change = row.difference
+            low, high = (fixed(one, 4, "+") for one in (change.low, change.high)) if change else ("", "")
+            assert difference == (f"{fixed(change.mean, 4, '+')} [{low}, {high}]" if change else "")
 
 
 def test_the_table_of_retrieval_is_that_of_its_file():
-    evidence = read_evidence(DOCS / "results" / "retrieval.json")
-    rows = table_after("<!-- retrieval -->", DOCS / "retrieval.md")
+    records, rows = read_records(DOCS / "results" / "retrieval.json"), cells_of(pages().needles())
     counts = [int(cell) for cell in rows[0][1:]]
     assert len(rows) == 5
     for label, *cells in rows[1:]:
         name, cities = re.fullmatch(r"(.+), (\w+) cities", label).groups()
-        (run,) = evidence.at({"DIFF Transformer": "diff", "Transformer": "softmax"}[name], ()).values()
+        (run,) = records.at({"DIFF Transformer": "diff", "Transformer": "softmax"}[name], ()).values()
         for count, cell in zip(counts, cells, strict=True):
             found = [
                 row
@@ -226,7 +122,7 @@ def test_the_table_of_retrieval_is_that_of_its_file():
 
 def test_the_ranges_of_times_are_those_of_their_file():
     result = read_result(DOCS / "results" / "variants.json", Bench)
-    rows = {row[0]: row for row in table_after("<!-- measured -->", DOCS / "choose.md")}
+    rows = {row[0]: row for row in cells_of(pages().times_of_types())}
     for kind in ("diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex"):
         steps = [row for row in result.rows if row.work == "training step"]
         seconds = {(row.shape["model"], row.dtype, row.implementation): row.timing.median_seconds for row in steps}
@@ -236,12 +132,11 @@ def test_the_ranges_of_times_are_those_of_their_file():
         assert rows[f"`{kind}`"][1] == f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
-def test_the_figures_of_the_demo_are_those_of_its_file():
-    evidence = read_evidence(DOCS / "results" / "demo.json")
-    rows = table_after("<!-- demo -->", DOCS / "retrieval.md")[1:]
-    for arm, (label, *cells, lambdas) in zip(evidence.index.arms, rows, strict=True):
+def test_the_attention_of_the_demo_is_that_of_its_file():
+    records, rows = read_records(DOCS / "results" / "demo.json"), cells_of(pages().demo_attention())[1:]
+    for arm, (label, *cells, lambdas) in zip(records.index.arms, rows, strict=True):
         assert label == arm.label
-        runs = list(evidence.at(arm.name, ()).values())
+        runs = list(records.at(arm.name, ()).values())
         for cell, segments in zip(cells, (("answer",), ("before", "after")), strict=True):
             found = [
                 row.value
@@ -253,32 +148,3 @@ def test_the_figures_of_the_demo_are_those_of_its_file():
         learned = [curve.values[-1] for run in runs for name, curve in run.curves.items() if name.startswith("lambda")]
         shown = [float(number) for number in re.findall(r"[+-][\d.]+", lambdas)]
         assert shown == [round(value, 2) for value in learned]
-
-
-def test_choose_a_variant_shows_what_a_study_measured(monkeypatch):
-    """A type has the figures of its first arm, with a mark where the interval excludes zero; a type without a run has none."""
-    monkeypatch.syspath_prepend(str(DOCS))
-    choice = importlib.import_module("measured").choice_tables
-    seen = StudyFigure(label="retrieval, seen cities", task="needle", name="accuracy", better="higher", unit="share")
-    means = {"diff": 0.9, "diff_v2": 0.5, "softmax": 0.5}
-    noise = {0: 0.01, 1: -0.01, 2: 0.02, 3: 0.0, 4: -0.02}
-
-    def make(arm, point, seed):
-        spread = noise[seed] * {"diff": 0.5, "diff_v2": -1, "softmax": 1}[arm]
-        seconds = 150 if arm == "diff" else 100
-        return record([seen], {seen.label: means[arm] + spread}, arm=arm, seed=seed, seconds=seconds)
-
-    evidence = study(list(means), [seen], 5, make, name="variants")
-    timed = read_result(DOCS / "results" / "variants.json", Bench)
-    upcycled = studied(read_evidence(DOCS / "results" / "upcycle.json"))
-    times, quality = map(cells_of, split_tables(choice(timed, upcycled, [studied(evidence)])))
-    missing = "not measured yet"
-    assert [row[1:] for row in times if row[0] == "`softmax`"] == [["1"] * 3]
-    rows = {row[0]: row[1:3] for row in quality}
-    assert rows["`diff`"] == ["0.900 \u00b1 0.004 *", missing]
-    assert rows["`diff_v2`"][0].startswith("0.500 \u00b1 ")
-    assert not rows["`diff_v2`"][0].endswith("*")
-    assert rows["`softmax`"] == ["0.500 \u00b1 0.007", missing]
-    assert rows["`dex`"] == rows["`grouped_diff`"] == [missing] * 2
-    _, nothing = map(cells_of, split_tables(choice(timed, upcycled, [])))
-    assert {cell for row in nothing[1:] for cell in row[1:3]} == {missing}

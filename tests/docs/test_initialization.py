@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import pages
+
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = json.loads((DOCS / "results" / "start-rms.json").read_text("utf-8"))["result"]["rows"]
 WIDTHS = [64, 128, 256, 320, 512, 768, 1024, 1536, 2048, 3072]
@@ -48,9 +50,8 @@ def test_measured_again_the_sizes_are_those_of_the_file(script, width):
 
 
 def test_every_width_is_in_the_table():
-    text = (DOCS / "initialization.md").read_text("utf-8").partition("<!-- start-rms -->")[2]
-    table = text.partition("<!-- /start-rms -->")[0]
-    assert [int(width) for width in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)] == WIDTHS
+    assert "{{ start_sizes() }}" in (DOCS / "initialization.md").read_text("utf-8")
+    assert [int(width) for width in re.findall(r"^\| (\d+) \|", pages().start_sizes(), re.MULTILINE)] == WIDTHS
 
 
 def test_the_figure_shows_the_file(script):

@@ -23,7 +23,7 @@ from ..plots.seeds import Pooled, pooled
 from ..plots.style import Drawing, colours_of_pages, inline_svg, models_drawn_as
 from ..printable import printable
 from ..results import TaskResult
-from ..table import NOT_MEASURED, Group, Table, date_words, names, significant
+from ..table import NOT_MEASURED, Group, Table, date_words, fixed, names, significant
 from . import figures, tables
 from .frame import Records
 from .study import StudyAnalysis
@@ -149,6 +149,10 @@ def study_page(study: StudyAnalysis) -> Page:
     if measured:
         drawing = figures.draw_transfer(records, rows) or figures.draw_arms(records, rows)
         sections.append(Section(slug="arms", title="Every model and measure", drawing=drawing, tables=measured))
+    if index.baselines:
+        cells = [[one.name, fixed(one.bits_per_byte, 4)] for one in index.baselines]
+        table = Table("baselines", "Models of the same text", (*names("model"), Group("bits/byte")), cells)
+        sections.append(_tables("baselines", "Baselines", table))
     if index.upcycling:
         sections.append(_tables("upcycling", "Before and after", tables.upcycling_table(records, rows)))
     if study.scaling:

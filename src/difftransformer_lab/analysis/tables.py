@@ -521,7 +521,7 @@ def _ratio_text(records: Records, arm: StudyArm, quantity_of: Callable[[RunRecor
 
 
 def _amount_cells(amount: Amount) -> list[str]:
-    cells = [_share_text(value) for value in (amount.share, amount.low, amount.high)]
+    cells = [share_text(value) for value in (amount.share, amount.low, amount.high)]
     if len(set(cells)) == 1 and amount.outside:
         return [cells[0], "", "", ""]
     return [*cells, "outside the range" if amount.outside else ""]
@@ -535,7 +535,7 @@ def _flat(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _share_text(value: float) -> str:
+def share_text(value: float) -> str:
     """Return a share in percent; below and above what was measured it has no number."""
     if value == 0:
         return "below range"

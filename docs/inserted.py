@@ -1,0 +1,360 @@
+"""What pages insert from records when the site is built, so that no number is typed twice.
+
+A page writes `{{ effect("start-laptop", "V2 minus Transformer, each at its best") }}`, and Jinja calls the method of that name
+below. Studies are named by folder and file, `start-laptop`; contrasts, figures and arms by their names in the study.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+
+from jinja2 import Environment, StrictUndefined
+
+from difftransformer_lab.analysis import Finding, StudyAnalysis, analyse, figures, read_records, read_studies, tables
+from difftransformer_lab.analysis.compare import Compared, row_of
+from difftransformer_lab.plots.style import WIDE_ALONE
+from difftransformer_lab.results import Bench, figure_of, read_document, read_result
+from difftransformer_lab.statistics import paired_difference
+from difftransformer_lab.table import Group, Table, date_words, fixed, names
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS / "results"
+INSERTION = re.compile(r"\{\{ \w+\(")
+TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
+
+
+class Inserted:
+    """The records of all studies, and what pages ask of them.
+
+    Args:
+        folder: Folder of the pages, into whose `figures` the figures of studies are written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+        self._environment.globals |= {name: getattr(self, name) for name in dir(type(self)) if name[0] != "_"}
+        self._compared: dict[str, StudyAnalysis] = {}
+
+    def fill(self, page: str) -> str:
+        """Return a page with what it inserts.
+
+        Raises:
+            ValueError: The page states a verdict that is not that of the finding.
+        """
+        return self._environment.from_string(page).render() if INSERTION.search(page) else page
+
+    @cached_property
+    def _studies(self) -> dict[str, StudyAnalysis]:
+        return {one.records.slug: one for one in read_studies(RESULTS / "studies")}
+
+    def _study(self, name: str) -> StudyAnalysis:
+        if name in self._studies:
+            return self._studies[name]
+        if name not in self._compared:
+            self._compared[name] = analyse(read_records(RESULTS / f"{name}.json"))
+        return self._compared[name]
+
+    def _finding(self, study: str, contrast: str) -> Finding:
+        (found,) = [one for one in self._study(study).findings if one.contrast.name == contrast]
+        return found
+
+    def _row(self, study: str, figure: str, arm: str, *setting: str) -> Compared:
+        row = row_of(self._study(study).rows, figure, arm, setting)
+        assert row is not None, (study, figure, arm, setting)
+        return row
+
+    # Single numbers and words
+
+    def effect(self, study: str, contrast: str) -> str:
+        """Return the effect of a contrast with its interval."""
+        return tables.effect_text(self._finding(study, contrast)) or "not run yet"
+
+    def verdict(self, study: str, contrast: str, word: str) -> str:
+        """Return the verdict that a page states, which must be the state of the finding."""
+        state = self._finding(study, contrast).state
+        if word != state:
+            raise ValueError(f"{study}: {contrast!r} is {state!r}, and the page says {word!r}; correct the page")
+        return word
+
+    def seeds(self, study: str, contrast: str) -> str:
+        """Return how many of the seeds lie on the side of the effect."""
+        found = self._finding(study, contrast)
+        return f"{found.same_direction} of {found.seeds}"
+
+    def in_tokens(self, study: str, contrast: str) -> str:
+        """Return a difference of losses as a change of the tokens for the same loss."""
+        return _bracketed(tables.tokens_cells(self._study(study).worths[contrast].tokens))
+
+    def mean(self, study: str, figure: str, arm: str, *setting: str) -> str:
+        """Return the mean of a figure over the seeds of an arm."""
+        row = self._row(study, figure, arm, *setting)
+        return fixed(row.statistic.mean, tables.decimals(self._study(study).rows, row.figure))
+
+    def difference(self, study: str, figure: str, arm: str, *setting: str) -> str:
+        """Return an arm's difference to the reference, which is explored and not decided."""
+        row = self._row(study, figure, arm, *setting)
+        assert row.difference is not None
+        places = tables.decimals(self._study(study).rows, row.figure)
+        return _bracketed([fixed(one, places, "+") for one in (row.difference.mean, row.difference.low, row.difference.high)])
+
+    def need(self, study: str, axis: str, arm: str, how: str = "fit") -> str:
+        """Return the share of an axis that an arm needs at its largest setting."""
+        scaling = self._study(study).scaling
+        assert scaling is not None
+        amount = getattr([one for one in scaling.needs if (one.axis.name, one.arm.name) == (axis, arm)][-1], how)
+        return _bracketed([tables.share_text(one) for one in (amount.share, amount.low, amount.high)])
+
+    def runs(self, study: str) -> int:
+        return len(self._study(study).records.index.members)
+
+    def planned(self, study: str) -> int:
+        return self._study(study).records.index.planned
+
+    def tuning(self, study: str) -> int:
+        """Return how many runs chose learning rates."""
+        return sum(one.is_tuning for one in self._study(study).records.index.members)
+
+    # Words that a study's own files hold
+
+    def about(self, study: str) -> str:
+        return self._study(study).records.index.about
+
+    def corrected(self, study: str) -> str:
+        """Return what stands of a study, and why, as its file says."""
+        correction = self._study(study).records.index.correction
+        assert correction is not None
+        return f"**{correction.stands}** {correction.why}"
+
+    def record(self, study: str) -> str:
+        """Return where a study's records and its plan are, which runs it shares, and what it discloses."""
+        one = self._study(study)
+        index, path = one.records.index, one.records.path.relative_to(DOCS)
+        lines = [f"- Command: `{index.command}`"]
+        lines += [f"- Records: [{path}](../{path}), {len(index.members)} of {index.planned} runs"]
+        if index.plan:
+            plan, why_not = index.plan, one.registration.why_not if one.registration else ""
+            state = f"not registered: {why_not}" if why_not else "registered: its commit is older than every run that it uses"
+            lines.append(f"- Plan: `{plan.file}`, SHA-256 `{plan.sha256}`, commit `{plan.commit[:12]}`, {state}")
+        lines += [f"- Runs that {slug} has too: {count}" for slug, count in one.shared.items()]
+        lines += [f"- Disclosed, {date_words(change.when)}: {change.what}" for change in index.changes]
+        return "\n".join(lines)
+
+    # Tables and figures
+
+    def findings(self, study: str) -> str:
+        """Return the contrasts of a plan."""
+        table = tables.findings_table(self._study(study))
+        kept = [place for place, group in enumerate(table.groups) if group.title not in ("question", "figure", "meaning")]
+        rows = [[row[place] for place in kept] for row in table.folded()]
+        groups = tuple(Group(table.groups[place].title, numeric=table.groups[place].numeric) for place in kept)
+        return Table("findings", "", groups, rows, table.notes).markdown()
+
+    def measures(self, study: str, *labels: str, setting: tuple[str, ...] = ()) -> str:
+        """Return figures of every arm and their differences to the reference: means over settings, or at one setting."""
+        one = self._study(study)
+        found = [row for row in one.rows if row.point == setting and (row.figure.label in labels or not labels)]
+        rows = [[tables.with_unit(row.figure.label, row.figure), row.arm.label, *_cells(one, row)] for row in found]
+        groups = (
+            *names("measure", "model"),
+            Group("mean", ("mean", "standard error"), "mean"),
+            Group(f"minus {one.records.reference.label}", ("mean", "low", "high", "excludes zero"), "marked"),
+        )
+        note = tables.OVER_ITEMS if one.records.has_one_seed else tables.OVER_SEEDS
+        return Table("measures", "", groups, rows, [note]).markdown()
+
+    def rates(self, study: str) -> str:
+        """Return the learning rates that were tried."""
+        table = tables.rates_table(self._study(study).records)
+        return table.markdown() if table else ""
+
+    def best_rates(self, study: str) -> str:
+        """Return the learning rate with the best mean of each arm, at each width."""
+        one = self._study(study)
+        index, rows = one.records.index, []
+        widths, rates = (axis.values for axis in index.axes)
+        for arm in index.arms:
+            best = []
+            for width in widths:
+                means = {
+                    rate: row.statistic.mean
+                    for rate in rates
+                    if (row := row_of(one.rows, index.figures[0].label, arm.name, (width, rate)))
+                }
+                best.append(min(means, key=means.__getitem__) if means else "")
+            rows.append([arm.label, *best])
+        note = f"Tried: {', '.join(rates)}."
+        return Table("best", "", (*names("model"), *(Group(f"width {width}") for width in widths)), rows, [note]).markdown()
+
+    def needs(self, study: str) -> str:
+        """Return how much of size and tokens arms need for the reference's loss."""
+        scaling = self._study(study).scaling
+        assert scaling is not None
+        return tables.needs_table(scaling).markdown()
+
+    def upcycling(self, study: str) -> str:
+        one = self._study(study)
+        return tables.upcycling_table(one.records, one.rows).markdown()
+
+    def figure(self, study: str) -> str:
+        """Draw the figure of a study: its plan's contrasts, power laws, learning rates, or every arm."""
+        one = self._study(study)
+        token = WIDE_ALONE.set(True)
+        drawing = figures.draw_contrasts(one) if one.findings else None
+        if not one.findings:
+            scaling = figures.draw_scaling(one.records, one.scaling) if one.scaling else None
+            drawing = scaling or figures.draw_transfer(one.records, one.rows) or figures.draw_arms(one.records, one.rows)
+        WIDE_ALONE.reset(token)
+        if drawing is None:
+            return "No contrast has all of its seeds yet."
+        path = self.folder / "figures" / f"study-{study}.svg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(drawing.svg, encoding="utf-8")
+        return f"![{one.records.index.question}](../figures/{path.name})\n\n*{drawing.caption}*"
+
+    def one_rate(self) -> str:
+        """Return the losses of DIFF and its twin at one learning rate, 0.002, from each start."""
+        records, rows = self._study("start-laptop").records, []
+        for start in ("fan-in", "normal"):
+            found = [records.numbers(records.index.figures[0], arm, (f"{start}-0.002",)) for arm in ("diff", "twin")]
+            seeds = sorted(found[0].keys() & found[1].keys())
+            diff, twin = ([one[seed].value for seed in seeds] for one in found)
+            gap = paired_difference(diff, twin)
+            below = sum(a < b for a, b in zip(diff, twin, strict=True))
+            interval = [fixed(one, 3, "+") for one in (gap.mean, gap.low, gap.high)]
+            rows.append([start, f"{fmean(diff):.3f}", f"{fmean(twin):.3f}", *interval, f"{below} of {len(seeds)}"])
+        groups = (
+            *names("start"), Group("DIFF"), Group("Transformer"), Group("difference", ("mean", "low", "high"), "interval"),
+            Group("seeds with a lower loss of DIFF"),
+        )  # fmt: skip
+        note = "Held-out loss, nats/token, at the learning rate 0.002, which was not tuned. Brackets: 95 % Student t intervals."
+        return Table("one-rate", "", groups, rows, [note]).markdown()
+
+    def retrieving(self) -> str:
+        """Return what each arm of `controls` retrieves at its learning rate, and its loss."""
+        records = self._study("controls-laptop").records
+        rates = {rate.arm: rate for rate in records.index.rates}
+        places = {"retrieval, seen cities": 2, "retrieval, unseen cities": 2, "held-out loss": 3}
+        told = [figure for figure in records.index.figures if figure.label in places]
+        rows = []
+        for arm in records.index.arms:
+            if runs := records.ended(arm.name, ()).values():
+                means = [f"{fmean(figure_of(run, one) for run in runs):.{places[one.label]}f}" for one in told]
+                edge = " (edge)" if rates[arm.name].is_at_edge else ""
+                rows.append([arm.label, str(len(runs)), f"{rates[arm.name].learning_rate:g}{edge}", *means])
+        titles = ("seeds", "learning rate", *(f"{one.label}, {one.unit}" for one in told))
+        note = "Means over seeds. (edge): the rate lies at the edge of those tried."
+        return Table("controls", "", (*names("model"), *map(Group, titles)), rows, [note]).markdown()
+
+    def demo_attention(self) -> str:
+        """Return where the last token of a needle prompt attends in `make demo`, and the learned lambda."""
+        records, rows = self._study("demo").records, []
+        for arm in records.index.arms:
+            runs, shares = records.at(arm.name, ()).values(), []
+            for segments in (("answer",), ("before", "after")):
+                found = [
+                    row.value
+                    for run in runs
+                    for row in run.evaluations["allocation"].measurements
+                    if row.at.get("form") == "signed" and row.at.get("depth") == 0.5 and row.at["segment"] in segments
+                ]
+                shares.append(f"{100 * sum(found) / len(runs):.0f} %")
+            learned = [[one.values[-1] for name, one in run.curves.items() if name.startswith("lambda ")] for run in runs]
+            lambdas = "; ".join(", ".join(f"{one:+.2f}" for one in layers) for layers in learned if layers)
+            rows.append([arm.label, *shares, lambdas])
+        groups = (
+            *names("model"), Group("attention on the answer"), Group("on the text around it"),
+            *names("lambda at the end, by layer; a seed each"),
+        )  # fmt: skip
+        note = "Signed weight of the last prompt token, answer at mid depth."
+        return Table("attention", "", groups, rows, [note]).markdown()
+
+    def needles(self) -> str:
+        """Return the share of right answers about seen and unseen cities, by number of needles."""
+        records, rows = self._study("retrieval").records, []
+        runs = {arm.label: run for arm, _, _, run in records.every_run()}
+        counts: dict[int, None] = {}
+        for cities in ("seen", "unseen"):
+            for label, run in runs.items():
+                cells: dict[int, list[tuple[float, int]]] = {}
+                for row in run.evaluations["needle"].measurements:
+                    if row.name == "accuracy" and row.at.get("cities") == cities and "depth" in row.at:
+                        cells.setdefault(row.at["needles"], []).append((round(row.value * row.n), row.n))
+                counts |= dict.fromkeys(cells)
+                shares = (sum(right for right, _ in found) / sum(n for _, n in found) for found in cells.values())
+                rows.append([f"{label}, {cities} cities", *(f"{100 * share:.1f} %" for share in shares)])
+        groups = (*names("needles in the context"), *(Group(str(count)) for count in counts))
+        return Table("retrieval", "", groups, rows, [f"`{records.index.command}`, one seed."]).markdown()
+
+    def coverage(self) -> str:
+        """Return how often intervals held the true value in simulations."""
+        _, _, plain = read_document(RESULTS / "intervals.json")
+        sizes, methods = sorted({row["n"] for row in plain["rows"]}), ("chosen", "percentile")
+        found = {(row["data"], row["n"], method): row["coverage"].get(method) for row in plain["rows"] for method in methods}
+        rows = [
+            [data, *(fixed(found.get((data, n, method)), 3) for method in methods for n in sizes)]
+            for data in dict.fromkeys(row["data"] for row in plain["rows"])
+        ]
+        titles = [f"{n} items" for n in sizes] + [f"percentile bootstrap, {n} items" for n in sizes]
+        note = f"`{plain['command']}`, {plain['replicates']:,} simulations."
+        return Table("intervals", "", (*names("data"), *map(Group, titles)), rows, [note]).markdown()
+
+    def start_sizes(self) -> str:
+        """Return attention over the embeddings that it joins at step 0, by width, start and attention type."""
+        _, _, result = read_document(RESULTS / "start-rms.json")
+        starts = list(dict.fromkeys((row["start"], row["arm"]) for row in result["rows"]))
+        ratios = {
+            (row["width"], row["start"], row["arm"]): fmean(
+                out / stream for out, stream in zip(row["attention_rms"], row["attention_joins"], strict=True)
+            )
+            for row in result["rows"]
+        }
+        widths = dict.fromkeys(row["width"] for row in result["rows"])
+        rows = [[str(width), *(f"{ratios[width, *start]:.3g}" for start in starts)] for width in widths]
+        groups = (Group("width"), *(Group(f"`{start}`: {arm}") for start, arm in starts))
+        mlps: dict[str, list[float]] = {}
+        for row in result["rows"]:
+            sizes = zip(row["mlp_rms"], row["mlp_joins"], strict=True)
+            mlps.setdefault(row["start"], []).append(fmean(out / stream for out, stream in sizes))
+        spans = " and ".join(f"{min(found):.2g} to {max(found):.2g} with `{start}`" for start, found in mlps.items())
+        note = (
+            f"`{result['command']}`: RMS of the first layer's attention over that of the embeddings, {result['tokens']} random "
+            f"tokens, mean of {len(result['seeds'])} seeds. The MLP's output over the stream that it joins: {spans}."
+        )
+        return Table("start", "", groups, rows, [note]).markdown()
+
+    def times_of_types(self) -> str:
+        """Return the time of each attention type over the twin's: the range over sizes, in fp32 and bf16."""
+        timed, rows = read_result(RESULTS / "variants.json", Bench), []
+        works = ("training step", "prefill", "decoding")
+        seconds = {
+            (row.work, row.implementation, row.dtype, str(row.shape)): row.timing.median_seconds
+            for row in timed.rows
+            if row.timing
+        }
+        for kind in TYPES:
+            cells = [f"`{kind}`"]
+            for work in works:
+                there = [key for key in seconds if key[:2] == (work, kind)]
+                ratios = [seconds[key] / seconds[work, "softmax", *key[2:]] for key in there]
+                cells.append("1" if kind == "softmax" else f"{min(ratios):.2f} to {max(ratios):.2f}")
+            rows.append(cells)
+        note = f"Over softmax attention at equal parameters. `{timed.command}`, {timed.environment.processor}."
+        return Table("times", "", names("`attention_type`", *works), rows, [note]).markdown()
+
+
+def _cells(study: StudyAnalysis, row: Compared) -> list[str]:
+    """Return mean, error, difference, interval and mark of a row."""
+    places, change = tables.decimals(study.rows, row.figure), row.difference
+    if row.reached == 0:
+        return [tables.NOT_REACHED, *[""] * 5]
+    cells = [fixed(row.statistic.mean, places), fixed(row.statistic.standard_error, places)]
+    cells += [fixed(one, places, "+") for one in (change.mean, change.low, change.high)] if change else [""] * 3
+    return [*cells, tables.MARK if tables.is_marked(row) else ""]
+
+
+def _bracketed(cells: Sequence[str]) -> str:
+    mean, low, high = cells
+    return f"{mean} [{low}, {high}]" if low else mean
