@@ -29,7 +29,7 @@ def lines_of(figure):
 
 
 def test_hallucination_bars_and_intervals():
-    rows = [share("accuracy", 0.6, set="xsum"), share("accuracy", 0.4, set="qasper"), share("unjudged", 3, set="xsum")]
+    rows = [share("accuracy", 0.6, set="xsum"), share("accuracy", 0.4, set="qasper")]
     one = task_result("hallucination", "runs/diff", rows, judge="overlap")
     other = task_result("hallucination", "runs/softmax", [share("accuracy", 0.5, set="qasper")], judge="overlap")
     _, caption, figure = hallucination.draw([one, other])
@@ -37,7 +37,6 @@ def test_hallucination_bars_and_intervals():
     assert lines_of(figure) == [(0.51, 0.68), (0.31, 0.48), (0.41, 0.58)]
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["xsum", "qasper"]
     assert "Judge: overlap." in caption
-    assert "diff: 3 answers have no verdict" in caption
     _, caption, _ = hallucination.draw([one, replace(other, options={"judge": "openai:m"})])
     assert "Different judges, which do not compare: overlap, openai:m" in caption
 
@@ -51,16 +50,6 @@ def test_math_is_bars_of_sets():
     _, caption, figure = math.draw([maths("a", 0.25), maths("runs/x/checkpoints/step-000500", 0.5)])
     assert bars_of(figure) == [0.25, 0.5]
     assert "At most 1024 tokens" in caption
-
-
-def test_math_of_checkpoints_is_a_curve_a_run():
-    names = [
-        ("runs/diff", 500, 0.1), ("runs/diff", 1000, 0.3), ("runs/softmax", 1000, 0.2), ("runs/softmax", 500, 0.15),
-    ]  # fmt: skip
-    _, _, figure = math.draw([maths(f"{run}/checkpoints/step-{step:06d}", value) for run, step, value in names])
-    curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines]
-    assert curves == [([500, 1000], [0.1, 0.3]), ([500, 1000], [0.15, 0.2])]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["diff", "softmax"]
 
 
 def test_recall_bars():

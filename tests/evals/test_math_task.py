@@ -36,6 +36,11 @@ def test_files_that_cannot_be(tmp_path):
     path.write_text(json.dumps({"question": "Which?", "answer": "perhaps"}))
     with pytest.raises(DataError, match="one/1: no number or formula in 'perhaps'; see eval ask"):
         MathTask(Options(sets=[str(path)]), Writer(str))
+    with pytest.raises(DataError, match=r"no such file; name a \.jsonl file with \"question\" and \"answer\""):
+        MathTask(Options(sets=[str(tmp_path / "none.jsonl")]), Writer(str))
+    path.write_text("\n")
+    with pytest.raises(DataError, match="the file is empty; give one JSON object"):
+        MathTask(Options(sets=[str(path)]), Writer(str))
     with pytest.raises(ConfigError, match=r"sets=\[\]: name a \.jsonl file"):
         MathTask(Options(), Writer(str))
 

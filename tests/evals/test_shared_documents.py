@@ -6,10 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from difftransformer_lab.evals.judges.base import Case, Judgment
 from difftransformer_lab.evals.scores import mean, mean_of_sets, proportion
 from difftransformer_lab.evals.tasks.allocation import SEGMENTS
-from difftransformer_lab.evals.tasks.hallucination import HallucinationTask
+from difftransformer_lab.evals.tasks.hallucination import HallucinationTask, Item
 from difftransformer_lab.evals.tasks.harness import _items
 from difftransformer_lab.results import summary_rows
 from difftransformer_lab.statistics import wilson_interval
@@ -64,11 +63,8 @@ def test_documents_of_several_numbers_of_needles_are_different_ones(oracle, toy_
 
 
 def test_questions_about_one_document_are_one_unit():
-    def judged(number, document, faithful):
-        texts = {"document": document, "question": f"{number}?", "reference": "r", "answer": "a"}
-        return Case(set_name="qasper", item=str(number), **texts), Judgment(faithful=faithful, reasoning="")
-
-    rows = [judged(i, f"paper {i // 3}", i // 3 < 2) for i in range(15)]
+    items = [Item("qasper", str(i), f"paper {i // 3}", f"{i}?", "r", 9) for i in range(15)]
+    rows = [(item, "a", (i // 3 < 2, "")) for i, item in enumerate(items)]
     scores = object.__new__(HallucinationTask).score(rows)
     accuracy = next(row for row in scores.measurements if row.name == "accuracy")
     assert (accuracy.n, accuracy.units, accuracy.value) == (15, 5, 0.4)

@@ -1,4 +1,4 @@
-"""Evaluations: tasks, the models that answer them, probes of a model's inside, judges, and the engine that runs a task."""
+"""Evaluations: tasks, the models that answer them, probes of a model's inside, and the engine that runs a task."""
 
 from typing import TYPE_CHECKING
 

@@ -1,47 +1,17 @@
-"""What the readers of data sets share: rows of public sets through `datasets`, rows of JSONL files, and draws among them."""
+"""What the readers of data sets share: rows of JSONL files, and draws among them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from difftransformer.data.records import json_lines, load_set
+from difftransformer.data.records import json_lines
 from difftransformer.errors import DataError
 from difftransformer.typed import short
 
 CONVERTED = "refs/convert/parquet"
 """Branch with the hub's conversion to Parquet, for sets that are published as a script. Scripts are not run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublicSet:
-    """Location of a data set on the Hugging Face hub: the arguments of `load_set`, with several configurations."""
-
-    hub_name: str
-    split: str
-    configs: tuple[str | None, ...] = (None,)
-    revision: str | None = None
-
-
-def public_rows(name: str, public: PublicSet) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name of the row, row) for the rows of a public set. The names are unique in the set.
-
-    Raises:
-        DataError: The `datasets` library is missing or cannot load the set.
-    """
-    for config in public.configs:
-        rows = load_set(
-            name,
-            public.hub_name,
-            config=config,
-            split=public.split,
-            revision=public.revision,
-            otherwise=", or name a .jsonl file",
-        )
-        for index, row in enumerate(rows):
-            yield (f"{config}/{index}" if len(public.configs) > 1 else str(index)), row
 
 
 def jsonl_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
