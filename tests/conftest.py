@@ -153,7 +153,7 @@ def fails(capsys):
 def store(request, tmp_path, monkeypatch):
     """The URL of an empty folder in a store. What is copied from there goes to a folder of the test."""
     monkeypatch.setattr("difftransformer.data.shards.copies", lambda: tmp_path / "copies")
-    monkeypatch.setattr("difftransformer.data.prepare.copies", lambda: tmp_path / "copies")
+    monkeypatch.setattr("difftransformer.data.bpe.copies", lambda: tmp_path / "copies")
     if request.param == "s3":
         pytest.importorskip("s3fs")
         server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

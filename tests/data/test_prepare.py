@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from difftransformer.data import DataConfig, SourceConfig, iter_documents, prepare, prepare_shards
+from difftransformer.data import DataConfig, SourceConfig, bpe, iter_documents, prepare, prepare_shards
 from difftransformer.errors import ConfigError, DataError
 from tests.data.conftest import request
 
@@ -170,7 +170,7 @@ def test_shards_of_an_older_release_are_used(text, tmp_path, monkeypatch):
 def test_too_few_documents_are_refused_before_a_tokenizer_is_trained(text, tmp_path, monkeypatch):
     for path in sorted(text.iterdir())[3:]:
         path.unlink()
-    monkeypatch.setattr(prepare, "train_bpe", None)
+    monkeypatch.setattr(bpe, "train_bpe", None)
     fields = {"tokenizer": "bpe", "vocab_size": 300, "folder": str(tmp_path / "shards"), "validation_share": 0.02}
     one = {"source": str(text)}
     mixed = {"mixture": [SourceConfig(**one)]}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from difftransformer import data
-from difftransformer.data import DataConfig, Document, prepare, prepare_shards, text, writing
+from difftransformer.data import DataConfig, Document, bpe, prepare, prepare_shards, text, writing
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.typed import build
 from tests.data.conftest import request
@@ -154,8 +154,8 @@ def test_a_mixture_shares_the_shards_of_its_sources(tmp_path):
 def test_a_mixture_has_one_bpe_of_all_its_text(tmp_path, monkeypatch):
     config = recipe_mixture(tmp_path, tokenizer="bpe", vocab_size=280)
     trained = []
-    train_bpe = prepare._train_bpe
-    monkeypatch.setattr(prepare, "_train_bpe", lambda *arguments: trained.append(1) or train_bpe(*arguments))
+    train = bpe.train_on_sources
+    monkeypatch.setattr(bpe, "train_on_sources", lambda *arguments: trained.append(1) or train(*arguments))
     mixed = prepare_shards(config)
     again = prepare_shards(config)
     assert (len(trained), again.manifest) == (1, mixed.manifest)
@@ -194,9 +194,9 @@ def test_an_empty_or_missing_source_of_a_mixture_is_named(tmp_path):
 
 def test_a_large_text_teaches_a_bpe_by_parts_spread_over_it(tmp_path, monkeypatch):
     path = lines_file(tmp_path / "a.jsonl", 200)
-    monkeypatch.setattr(prepare, "BPE_CHARACTERS", path.stat().st_size // 4)
+    monkeypatch.setattr(bpe, "BPE_CHARACTERS", path.stat().st_size // 4)
     config = request(path, tmp_path)
-    chosen = list(prepare._training_text(config, [str(path)]))
+    chosen = list(bpe.training_text(config, [str(path)]))
     train, _ = split_documents(text.read_documents(str(path)), validation_share=0.2, seed=0)
     places = [[document.text for document in train].index(part) for part in chosen]
     assert len(places) == len(train) // 4
@@ -211,9 +211,9 @@ def test_a_bpe_of_a_mixture_sees_every_source(tmp_path, monkeypatch, order):
         file.write("\n".join(rows))
     (tmp_path / "small.jsonl").write_text("".join(json.dumps({"text": "zebra " * 20}) + "\n" for _ in range(50)))
     paths = {"large": str(tmp_path / "large.jsonl.gz"), "small": str(tmp_path / "small.jsonl")}
-    monkeypatch.setattr(prepare, "BPE_CHARACTERS", 20_000)
+    monkeypatch.setattr(bpe, "BPE_CHARACTERS", 20_000)
     mixture = [{"source": paths[name]} for name in order]
-    chosen = list(prepare._training_text(recipe_mixture(tmp_path, mixture=mixture), [paths[name] for name in order]))
+    chosen = list(bpe.training_text(recipe_mixture(tmp_path, mixture=mixture), [paths[name] for name in order]))
     found = {letter: sum(len(part) for part in chosen if part.startswith(letter)) for letter in "az"}
     train, _ = split_documents(text.read_documents(paths["small"]), validation_share=0.2, seed=0)
     assert found["z"] == sum(len(document.text) for document in train)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .config import DataConfig
     from .documents import Document, Example
     from .loader import Batch, Loader, check_context_stages, document_positions, validation_rows, validation_windows
     from .needles import (
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         needle_questions,
         training_document,
     )
-    from .prepare import DataConfig, prepare_shards
+    from .prepare import prepare_shards
     from .shards import Manifest, Shards, SourceConfig, TokenStream
     from .text import iter_documents, read_documents
     from .tokenizer import Tokenizer, byte_tokenizer, id_tokenizer, load_tokenizer, train_bpe

@@ -320,6 +320,19 @@ class Shards:
         return b"".join(table[index] for part in self.tokens(split).parts for index in part.tolist())
 
 
+def request_key(request: Mapping[str, Any]) -> str:
+    """Return a short hash of a request, after which its folder is named."""
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def not_in_store(url: str) -> DataError:
+    """Return the error for a folder in a store that lacks what a request asks for."""
+    return DataError(
+        f"{url} holds no shards of this request; make them with difftransformer tokenize in a folder of this machine, and "
+        "copy what is in it there"
+    )
+
+
 def copies() -> Path:
     """Return this machine's folder for copies of shards in stores."""
     from ..ops.build import cache_folder
