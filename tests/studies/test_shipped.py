@@ -156,7 +156,7 @@ def test_extensions_of_learning_rates_are_asked_for(monkeypatch):
 
 def test_committed_records_are_runs_that_studies_ask_for():
     """All are read; a run that an index names is one that its study asks for today, and no other is lost unknown."""
-    identities = {path.resolve(): identity for (identity, _), path in RunStore(RECORDS)._found.items()}
+    identities = {path.resolve(): identity for (identity, _), path in RunStore(RECORDS).every_file().items()}
     assert identities.keys() == {path.resolve() for path in RECORDS.glob("*/runs/*.json")}
     asked = set()
     for file in sorted(RECORDS.glob("*/*.json")):

@@ -1,19 +1,17 @@
 """A study: arms x axes x seeds over one recipe, read from a YAML file and expanded to runs."""
 
 import copy
-import hashlib
 import itertools
-import json
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from difftransformer.errors import ConfigError
 from difftransformer.reading import is_plain_name
-from difftransformer.typed import ASIDE, build, plain, unknown_key
+from difftransformer.typed import build, unknown_key
 
 from ..recipe_files import check_name, read_mapping, read_recipe, shipped_recipes
 from ..results import (
@@ -28,10 +26,10 @@ from ..results import (
     figure_of,
     groups_of,
 )
+from .identity import identity, kind
 from .plan import load_plan
 from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_from
 
-IDENTITY_VERSION = 1
 UPCYCLED = "upcycled to "
 """What start_from and data.tokenizer of a planned run begin with, where they name a model that the study makes."""
 LEARNING_RATE = "training.optimizer.learning_rate"
@@ -174,6 +172,20 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        self._check_arms()
+        self._check_axes()
+        for where, figures in {
+            "": self.figures,
+            **{f"presets.{k}.": one.figures for k, one in self.presets.items()},
+        }.items():
+            _check_study_figures(where, figures, self.arms)
+        if not self.presets:
+            raise ConfigError("presets: empty; give at least one, such as laptop")
+        self._check_seeds()
+        for name, preset in self.presets.items():
+            self._check_preset(f"presets.{name}", preset)
+
+    def _check_arms(self) -> None:
         if self.reference not in self.arms:
             raise ConfigError(f"reference: no arm {self.reference!r}; choose one of {', '.join(self.arms)}")
         if len(self.arms) < 2:
@@ -184,25 +196,8 @@ class StudyConfig:
                     f"arms.{name}.upcycle is {one_arm.upcycle!r} and source is {self.source!r}; a study of a pretrained "
                     "model has a source, and each arm says what becomes of it"
                 )
-        of_presets = {f"presets.{name}.": one.figures for name, one in self.presets.items()}
-        for where, figures in {"": self.figures, **of_presets}.items():
-            if figures and figures[0].secondary:
-                raise ConfigError(
-                    f"{where}figures: {figures[0].label!r} comes first and is secondary; put a primary figure first"
-                )
-            by_slug: dict[str, str] = {}
-            for one in figures:
-                if bool(one.curve) == bool(one.task):
-                    raise ConfigError(f"{where}figures: {one.label!r} needs either a task and its name, or a curve")
-                if (one.reaches is not None or one.area) and not one.curve:
-                    raise ConfigError(
-                        f"{where}figures: {one.label!r} has reaches or area, which are of a curve; name one"
-                    )
-                if one.slug in by_slug:
-                    labels = f"{by_slug[one.slug]!r} and {one.label!r}"
-                    raise ConfigError(f"{where}figures: {labels} have the same name in files; change a label")
-                by_slug[one.slug] = one.label
-                _check_names(f"{where}figures: {one.label!r}: paper", one.paper, self.arms)
+
+    def _check_axes(self) -> None:
         for name, axis in self.axes.items():
             if not axis.values:
                 raise ConfigError(f"axes.{name}: no values; give at least one")
@@ -213,22 +208,20 @@ class StudyConfig:
             raise ConfigError(
                 "analysis: scaling fits laws over the axes size and tokens; add them, or leave analysis out"
             )
-        if not self.presets:
-            raise ConfigError("presets: empty; give at least one, such as laptop")
-        self._check_seeds()
-        for name, preset in self.presets.items():
-            if preset.tuning.learning_rates and not (preset.figures or self.figures):
-                raise ConfigError(f"presets.{name}.tuning: learning rates are chosen by the first of figures; name one")
-            _check_names(f"presets.{name}.arms", preset.arms or [], self.arms)
-            _check_names(f"presets.{name}.arm_set", preset.arm_set, self.arms)
-            _check_names(f"presets.{name}.axes", preset.axes, self.axes)
-            for axis_name, values in preset.axes.items():
-                _check_names(f"presets.{name}.axes.{axis_name}", values, self.axes[axis_name].values)
-            _check_names(f"presets.{name}.tuning.per", preset.tuning.per, self.axes)
-            if preset.arms is not None and self.reference not in preset.arms:
-                raise ConfigError(f"presets.{name}.arms: the reference {self.reference} is missing")
-            if preset.arms == [self.reference]:
-                raise ConfigError(f"presets.{name}.arms: only {self.reference}; name at least one beside the reference")
+
+    def _check_preset(self, where: str, preset: PresetConfig) -> None:
+        if preset.tuning.learning_rates and not (preset.figures or self.figures):
+            raise ConfigError(f"{where}.tuning: learning rates are chosen by the first of figures; name one")
+        _check_names(f"{where}.arms", preset.arms or [], self.arms)
+        _check_names(f"{where}.arm_set", preset.arm_set, self.arms)
+        _check_names(f"{where}.axes", preset.axes, self.axes)
+        for axis_name, values in preset.axes.items():
+            _check_names(f"{where}.axes.{axis_name}", values, self.axes[axis_name].values)
+        _check_names(f"{where}.tuning.per", preset.tuning.per, self.axes)
+        if preset.arms is not None and self.reference not in preset.arms:
+            raise ConfigError(f"{where}.arms: the reference {self.reference} is missing")
+        if preset.arms == [self.reference]:
+            raise ConfigError(f"{where}.arms: only {self.reference}; name at least one beside the reference")
 
     def _check_seeds(self) -> None:
         counts = {f"arms.{name}.seeds": arm.seeds for name, arm in self.arms.items()}
@@ -239,6 +232,25 @@ class StudyConfig:
         for where, count in counts.items():
             if count is not None and not 1 <= count <= MOST_SEEDS:
                 raise ConfigError(f"{where}={count}: give 1 to {MOST_SEEDS}")
+
+
+def _check_study_figures(where: str, figures: Sequence[StudyFigure], arms: Collection[str]) -> None:
+    """Check that each figure is of a task or of a curve, and that no two have the same name in files."""
+    if figures and figures[0].secondary:
+        raise ConfigError(
+            f"{where}figures: {figures[0].label!r} comes first and is secondary; put a primary figure first"
+        )
+    by_slug: dict[str, str] = {}
+    for one in figures:
+        if bool(one.curve) == bool(one.task):
+            raise ConfigError(f"{where}figures: {one.label!r} needs either a task and its name, or a curve")
+        if (one.reaches is not None or one.area) and not one.curve:
+            raise ConfigError(f"{where}figures: {one.label!r} has reaches or area, which are of a curve; name one")
+        if one.slug in by_slug:
+            labels = f"{by_slug[one.slug]!r} and {one.label!r}"
+            raise ConfigError(f"{where}figures: {labels} have the same name in files; change a label")
+        by_slug[one.slug] = one.label
+        _check_names(f"{where}figures: {one.label!r}: paper", one.paper, arms)
 
 
 def _check_names(where: str, names: Iterable[str], known: Collection[str]) -> None:
@@ -554,33 +566,6 @@ class Design:
 def place(point: Mapping[str, str]) -> str:
     """Return a point as a word, for names of files and keys."""
     return "-".join(f"{axis}{value}" for axis, value in point.items())
-
-
-def identity(recipe: Recipe) -> str:
-    """Return a SHA-256 of what a run trains and evaluates: recipes with equal ones give the same run on the same data.
-
-    It is computed from the recipe as this release reads it, so that an option that is new keeps the runs before it.
-    """
-    return _sha256(_document(recipe))
-
-
-def kind(recipe: Recipe) -> str:
-    """Return a SHA-256 of what a run's time depends on: all that `identity` covers but the seed and the learning rate."""
-    document = _document(recipe)
-    document["training"]["seed"], document["training"]["optimizer"]["learning_rate"] = 0, 1.0
-    return _sha256(document)
-
-
-def _document(recipe: Recipe) -> dict[str, Any]:
-    document: dict[str, Any] = plain(recipe, without=[ASIDE])
-    document["training"]["compile"] = False  # of which it was a part at first
-    document["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
-    return document
-
-
-def _sha256(document: dict[str, Any]) -> str:
-    text = json.dumps([IDENTITY_VERSION, document], sort_keys=True, default=list)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_study(path: Path | str) -> StudyConfig:

@@ -31,19 +31,23 @@ from ..results import (
     write_result,
 )
 from ..results.curves import spikes
-from .design import TRAINING, Design, PlannedRun, identity, kind, place
+from .design import TRAINING, Design, PlannedRun, place
 from .environment import environment, now
+from .identity import identity, kind
 from .recipe import Recipe, recipe_from
 from .run import BEGAN_FILE, run_results
 
 logger = logging.getLogger(__name__)
 RUNS = "runs"
 CURVE_POINTS = 50
+_SEED = re.compile(r"-seed(\d+)-")
 MOST_PLACES = 3  # figures that are taken at more places than this are details, such as needles by depth and length
 
 
 class RunStore:
     """All records below a folder, such as docs/results/studies: studies that ask for the same run share it.
+
+    Files are read when a run of their seed, which their names hold, is looked up.
 
     Args:
         folder: The folder; each study has a subfolder of its own name with `runs/`. A file that cannot be read is named in a
@@ -55,7 +59,14 @@ class RunStore:
         self._found: dict[tuple[str, str], Path] = {}
         self._records: dict[Path, RunRecord] = {}
         self._seconds: dict[tuple[str, str, str, int], list[float]] = {}
+        self._unread: dict[str, list[Path]] = {}
         for path in self._there():
+            named = _SEED.search(path.stem)
+            self._unread.setdefault(named[1] if named else "", []).append(path)
+
+    def _read_all(self, *seeds: str) -> None:
+        """Read the files of these seeds, and those whose name holds none, once."""
+        for path in (path for seed in (*seeds, "") for path in self._unread.pop(seed, ())):
             try:
                 record = read_result(path, RunRecord)
                 recipe = recipe_from(record.recipe, source=str(path))
@@ -87,10 +98,17 @@ class RunStore:
 
     def seconds(self, run: PlannedRun, where: Environment) -> float | None:
         """Return the median time of runs of the same kind on the same processor and device; None if there is none."""
+        self._read_all(*self._unread)  # runs of a kind have any seed
         times = self._seconds.get((run.kind, where.processor, where.device, where.threads))
         return float(np.median(times)) if times else None
 
+    def every_file(self) -> dict[tuple[str, str], Path]:
+        """Return all files that can be read, by identity and data."""
+        self._read_all(*self._unread)
+        return self._found
+
     def find(self, run: PlannedRun, data_sha256: str) -> Path | None:
+        self._read_all(str(run.seed))
         return self._found.get((run.identity, data_sha256))
 
     def read(self, path: Path) -> RunRecord:
@@ -100,6 +118,7 @@ class RunStore:
         return self._records[path]
 
     def data_of(self, run: PlannedRun) -> set[str]:
+        self._read_all(str(run.seed))
         asked = run.identity
         return {data for known, data in self._found if known == asked}
 

@@ -220,11 +220,12 @@ class Study:
         return chosen
 
     def planned(self) -> int:
-        return self._planned(self.tuning())
+        """Return how many runs the study asks for, as far as that is known before every rate is chosen."""
+        tuning = self.tuning()
+        return len(tuning) + self._reported(self._best(tuning))
 
-    def _planned(self, tuning: Sequence[PlannedRun]) -> int:
-        rates, design = self._best(tuning), self.design
-        return len(tuning) + len(design.reported(rates if design.is_tuned(rates) else None))
+    def _reported(self, rates: Sequence[ChosenRate]) -> int:
+        return len(self.design.reported(rates if self.design.is_tuned(rates) else None))
 
     def write_index(self, **beside: Any) -> StudyIndex:
         """Write what the study asks for and which of its runs are there, with further fields of the index."""
@@ -253,7 +254,7 @@ class Study:
             axes=self.design.described_axes(),
             figures=design.figures or self._headlines(members),
             members=members,
-            planned=self._planned(tuning),
+            planned=len(tuning) + self._reported(rates),
             rates=rates,
             command=command_line() if self._alone else design.command,
             plan=None if design.plan is None else registered(design.preset.plan, design.plan),
