@@ -43,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(READY) ## In three minutes: answers of two trained models, their attention maps, and such a pair trained here; write reports/demo/index.html
+demo: $(READY) ## In half a minute and the installation: three small models learn noisy recall while you watch; write reports/demo/index.html
 	@$(RUN) -m difftransformer_lab demo --out $(DEMO)
 
 demo-full: $(READY) ## All models and seeds of recipes/demo.yaml, about 16 minutes on two idle cores; write reports/demo-full/index.html

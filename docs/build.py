@@ -163,8 +163,9 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     target = Path(sys.argv[1]).absolute()
     with tempfile.TemporaryDirectory() as place:
-        pages = Path(place) / "pages"
+        pages = Path(place) / "docs"
         write_pages(pages)
+        shutil.copy(ROOT / "README.md", place)  # a part of which index.md includes
         shutil.rmtree(target, ignore_errors=True)
         words = ["-b", "html", "-c", str(DOCS), "-d", str(Path(place) / "trees"), "-W", "--keep-going", "-q"]
         status = sphinx([*words, str(pages), str(target)])

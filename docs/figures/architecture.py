@@ -22,10 +22,11 @@ CODE_COLOUR, DISK_COLOUR = "#eaf2f8", "#fdf2e3"
 
 PACKAGES = {
     "cli": "one file per command",
+    "demo": "three models that learn while you watch",
     "studies": "designs, runs, records; suites",
     "hub": "open and export saved models",
     "analysis": "records, findings, pages",
-    "report": "the demo's page, tables of benchmarks",
+    "report": "tables of benchmarks",
     "train": "loop, checkpoints",
     "evals": "engine, probes, tasks",
     "bench": "times and memory",

@@ -6,10 +6,8 @@ import pytest
 import yaml
 
 from difftransformer.sources import find_model, shipped_models
-from difftransformer_lab.analysis import read_records
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.explorer import DEFAULT_PROMPT
-from difftransformer_lab.report.stored import stored_demo
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 3_000_000
@@ -68,23 +66,3 @@ def test_without_a_prompt_the_error_gives_one(monkeypatch, fails):
 ])  # fmt: skip
 def test_a_field_of_the_recipe_as_a_flag(words, advice, fails):
     assert advice in fails(*words)
-
-
-@pytest.mark.slow(minutes=2)
-def test_the_demo_trains_a_pair_and_shows_it_beside_the_stored_result(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--steps", "60"]) == 0
-    said = capfd.readouterr().out
-    for words in ("DIFF (demo) answers: 42", "step 60: DIFF Transformer", "this run", "Next: "):
-        assert words in said
-    page = (tmp_path / "reports" / "demo" / "index.html").read_text()
-    assert '<iframe src="maps.html"' in page
-    assert said.count("and needle accuracy so far:") == 1
-    loss = next(row for row in stored_demo().rows if row.figure.unit == "bits/byte").statistic.mean
-    assert f"{loss:.3f}" in page
-    assert "stored (1,000 steps, 3 seeds)" in page
-    result = read_records(tmp_path / "reports" / "demo" / "results.json")
-    (bigram,) = result.index.baselines
-    for _, _, _, run in result.every_run():
-        bits = next(row for row in run.evaluations["perplexity"].measurements if row.name == "bits per byte")
-        assert bits.value < bigram.bits_per_byte

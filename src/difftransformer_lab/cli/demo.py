@@ -1,119 +1,165 @@
 """difftransformer demo."""
 
-import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftransformer.errors import ConfigError
-from difftransformer.files import locked
-
-from ..recipe_files import read_recipe
 from .arguments import check_positive
-from .console import Gaps, log, resumable, show, show_next, show_table
-from .progress import evaluation_progress, study_progress, watch_pair
+from .console import console, log, show, show_next
 
 if TYPE_CHECKING:
-    from ..studies import Recipe
+    from ..demo.live import Run
 
 OUT = "reports/demo"
 PAIR = ("demo", "demo-twin")
-MODELS = ("diff", "softmax")
-STEPS, FEWEST_STEPS = 400, 10
-FIRST_STAGE = 0.4
-"""Share of the steps with short rows, as in the recipe."""
-VALIDATIONS = 5
-TASKS, FEWER = ("perplexity", "needle"), {"documents": 5, "windows": 32}
 ANSWER_TOKENS = 3
+STEPS = 300
+BARS = " ▁▂▃▄▅▆▇█"
+LINE_EVERY = 50
+"""Steps between two lines of a log, where there is no terminal to draw on."""
 
 
-def run(out: str = OUT, steps: int = STEPS, seed: int = 0) -> int:
-    """Ask the two small models that come with the package, train such a pair, and compare it with the stored result.
+def run(out: str = OUT, steps: int = STEPS, seed: int = 0, seeds: int = 1, jobs: int = 3) -> int:
+    """Train three small models side by side: one learns to recall among noise, one a little later, one does not.
 
-    It takes about two minutes on two idle cores. `compare demo` trains all models and seeds of the recipe.
+    It takes about 30 seconds on two cores. Meanwhile the two language models that come with the package answer questions.
 
     Args:
-        out: Folder for runs, the page and the attention maps.
-        steps: Steps of each of the two runs, a part of the recipe's.
-        seed: Training seed.
+        out: Folder for the page, its attention maps and, with several seeds, results.json.
+        steps: Training steps of each model.
+        seed: The first seed.
+        seeds: Seeds of each model; 20 take about 8 minutes on two cores.
+        jobs: Models that train at the same time.
     """
-    check_positive(steps=steps)
-    if steps < FEWEST_STEPS:
-        raise ConfigError(f"--steps {steps}: give at least {FEWEST_STEPS}")
+    check_positive(steps=steps, seeds=seeds, jobs=jobs)
+    from ..demo.live import Runs
+
     folder = Path(out)
-    maps = _ask(folder)
-    from difftransformer.ops import build
+    with Runs(("diff", "twin-norm", "twin"), range(seed, seed + seeds), steps, jobs) as runs:
+        pair = _ask()
+        log(f"\ntraining three models on noisy recall, {steps} steps each")
+        with _Screen(steps) as screen:
+            finished = runs.wait(screen.show)
+    from ..demo import result
+    from ..demo.page import write_page
 
-    kernels = threading.Thread(target=build.load, daemon=True)
-    kernels.start()
-    from ..analysis import read_studies
-    from ..report.stored import beside_table, stored_demo, write_demo
-    from ..studies import compare, watched_by
-
-    recipe = _short_recipe(steps, seed)
-    with locked(folder):
-        with resumable("stopped; every run is saved"):
-            _tokenize(recipe)
-            kernels.join()
-            log(
-                f"training DIFF and its Transformer twin side by side, {steps} steps each, about a minute on two idle cores"
-            )
-            with study_progress() as bars, watched_by(watch_pair(bars)):
-                compare(recipe, folder, costs=False)
-        (done,), stored, gaps = read_studies(folder), stored_demo(), Gaps("demo")
-        page = write_demo(done, stored, folder, maps, gaps)
-        show_table(beside_table(done, stored))
-    show(f"Report: {page}: open it in a browser")
-    show_next("compare", "demo", "--out", "reports/demo-full")
-    return gaps.status
+    found, stored = result.summaries(result.curves_of(finished)), result.summaries(result.stored())
+    show(f"\nRight answers after {steps} steps: {result.sentence(found)}.")
+    show(f"After {STEPS} steps of {stored['diff'].seeds} seeds: {result.sentence(stored)}.")
+    show(
+        "DIFF learns it so soon, the Transformer does not. A Transformer with DIFF's norm does: here the norm is enough."
+    )
+    if seeds > 1:
+        show(f"Results: {result.write(finished, folder)}")
+    page = write_page(finished, stored, steps, folder, _write_maps(pair, folder).name)
+    show(f"\nReport: {page}: open it in a browser")
+    show_next("eval", "needle", "demo", "demo-twin")
+    show_next("maps", "demo", "--beside", "demo-twin")
+    return 0
 
 
-def _ask(folder: Path) -> Path:
-    """Print what the shipped models answer to a needle prompt, and write the page of their maps."""
-    log("opening the two trained models that come with the package, some seconds")
+def _ask() -> list[tuple[Any, Any]]:
+    """Print what the shipped models answer to three questions, and return each with its tokenizer."""
+    log("opening the two language models that come with the package")
+    from rich.table import Table
+
     from difftransformer.hub import open_model, open_tokenizer, source_folder
     from difftransformer.model.transformers_errors import quietly
     from difftransformer.ops import use_backend
 
-    from ..explorer import DEFAULT_PROMPT, maps
-
-    show(f"\n{DEFAULT_PROMPT}")
-    pairs: list[tuple[Any, Any]] = []
-    with quietly(), use_backend("reference"):  # the kernels may not have been built yet
-        for name, kind in zip(PAIR, ("DIFF", "its Transformer twin"), strict=True):
+    pair: list[tuple[Any, Any]] = []
+    with quietly(), use_backend("reference"):  # kernels would have to be compiled
+        for name in PAIR:
             with source_folder(name) as source:
-                pairs.append((open_model(source), open_tokenizer(source)))
-            show(f"  {kind} ({name}) answers: {_answer(*pairs[-1], DEFAULT_PROMPT)}")
-        page = maps(*pairs[0], prompt=DEFAULT_PROMPT, beside=pairs[1], names=PAIR).save(folder / "maps.html")
-    show("One question shows what retrieval is, and proves nothing: the table at the end has the shares of many.")
-    show(f"\nAttention maps of both: {page}: open it in a browser\n")
-    return page
+                pair.append((open_model(source), open_tokenizer(source)))
+        table = Table("the text says", "asked", "right", "DIFF", "Transformer", box=None, pad_edge=False)
+        for numbers, asked in QUESTIONS:
+            text = ", ".join(f"{city} {number}" for city, number in numbers.items())
+            table.add_row(text, asked, numbers[asked], *(_answer(*one, prompt(numbers, asked)) for one in pair))
+    console.print(table)
+    show(
+        "With one number DIFF copies it. Asked for the second of two, it gives the first: it copies and does not look up."
+    )
+    return pair
 
 
-def _answer(network: Any, tokenizer: Any, prompt: str) -> str:
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
+QUESTIONS = (
+    ({"Lisbon": "42"}, "Lisbon"),
+    ({"Lisbon": "42", "Oslo": "63"}, "Lisbon"),
+    ({"Lisbon": "42", "Oslo": "63"}, "Oslo"),
+)
+
+
+def prompt(numbers: dict[str, str], asked: str) -> str:
+    """Return a text that gives some cities a number, and ends where that of one of them must follow."""
+    between = "Here we go. There and back again.\n"
+    given = between.join(f"The special magic {city} number is: {number}\n" for city, number in numbers.items())
+    return (
+        f"The grass is green. The sky is blue. The sun is yellow.\n{given}"
+        f"The grass is green. The sky is blue.\nThe special magic {asked} number is: "
+    )
+
+
+def _answer(network: Any, tokenizer: Any, text: str) -> str:
+    ids = tokenizer(text, return_tensors="pt").input_ids
     out = network.generate(ids, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).split("\n")[0]
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).split("\n")[0].strip()
 
 
-def _short_recipe(steps: int, seed: int) -> "Recipe":
-    """Return the recipe `demo` with two models, one seed, and fewer steps and questions."""
-    from ..studies.recipe import recipe_from
+def _write_maps(pair: list[tuple[Any, Any]], folder: Path) -> Path:
+    from difftransformer.ops import use_backend
 
-    document = read_recipe("demo")
-    training = document["training"]
-    (_, short), *_, (_, full) = training["context_stages"]
-    training |= {"steps": steps, "seed": seed, "context_stages": [[0, short], [round(FIRST_STAGE * steps), full]]}
-    training |= {"validate_every": steps // VALIDATIONS}
-    document["compare"] = {"models": list(MODELS), "seeds": 1, "jobs": len(MODELS)}
-    document["evaluation"] = [one for one in document["evaluation"] if one["task"] in TASKS]
-    for one in document["evaluation"]:
-        one["options"] |= {name: count for name, count in FEWER.items() if name in one["options"]}
-    return recipe_from(document, source="demo")
+    from ..explorer import maps
+
+    with use_backend("reference"):
+        numbers, asked = QUESTIONS[1]
+        text = prompt(numbers, asked)
+        return maps(*pair[0], prompt=text, beside=pair[1], answer=numbers[asked], names=PAIR).save(folder / "maps.html")
 
 
-def _tokenize(recipe: "Recipe") -> None:
-    from difftransformer.data import prepare_shards
+class _Screen:
+    """A curve for each model that grows in the terminal; without a terminal, a line from time to time."""
 
-    log("preparing the data, Python's own sources: training a tokenizer and tokenising, about 15 seconds, once")
-    with evaluation_progress("tokenising"):
-        prepare_shards(recipe.data)
+    def __init__(self, steps: int) -> None:
+        from rich.live import Live
+
+        self._live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
+        self._steps, self._said = steps, (-1, 0)
+
+    def __enter__(self) -> "_Screen":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, runs: "Sequence[Run]") -> None:
+        """Draw the runs of the seed that is furthest behind."""
+        seed = next((run.seed for run in runs if run.row is None), runs[-1].seed)
+        runs = [run for run in runs if run.seed == seed]
+        if self._live:
+            self._live.update(self._curves(runs))
+            return
+        done = min(max(run.curve, default=0) for run in runs)
+        if done and done % LINE_EVERY == 0 and self._said != (seed, done):
+            self._said = seed, done
+            shares = ", ".join(f"{_label(run)} {run.curve[done]:.0%}" for run in runs)
+            log(f"seed {seed}, step {done}: {shares}")
+
+    def _curves(self, runs: "Sequence[Run]") -> Any:
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2))
+        for run in runs:
+            curve = "".join(BARS[round(share * (len(BARS) - 1))] for share in run.curve.values())
+            step = max(run.curve, default=0)
+            table.add_row(_label(run), curve.ljust(12), f"{run.accuracy:4.0%}", f"step {step} of {self._steps}")
+        return table
+
+
+def _label(run: "Run") -> str:
+    from ..demo.recall import ARMS
+
+    return ARMS[run.arm].label

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from ..studies import Job
 
-EVALUATION_SHARE = 0.2  # what evaluating a run of the demo takes, as a share of its training
 PRINTED_PARTS = 10  # number of lines that are printed in place of a bar
 LAST_LOSSES, CURVE_LETTERS, BLOCKS = 240, 12, "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 PRINTED_SECONDS = 30.0  # after this time an evaluation prints a line in any case
@@ -154,30 +153,6 @@ def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], No
                 bars.hide(job.label)
 
     return watch
-
-
-def watch_pair(progress: Progress) -> "Callable[[Sequence[Job]], None]":
-    """Return a callback that draws one bar over all jobs, their evaluation included, and prints what they have reached."""
-    bars, printed = Bars(progress), set[int]()
-
-    def watch(jobs: "Sequence[Job]") -> None:
-        done = sum(job.step + EVALUATION_SHARE * job.steps * job.done for job in jobs)
-        total = sum((1 + EVALUATION_SHARE) * job.steps for job in jobs)
-        if console.is_terminal:
-            bars.update("training and evaluating", done, total, "", loss="")
-        for step in sorted(set.intersection(*({*job.validations} for job in jobs)) - printed):
-            if not printed:
-                console.print("validation loss, nats/token, and needle accuracy so far:")
-            printed.add(step)
-            reached = "; ".join(f"{job.label.partition(', seed ')[0]} {_reached(job, step)}" for job in jobs)
-            console.print(f"step {step}: {reached}")
-
-    return watch
-
-
-def _reached(job: "Job", step: int) -> str:
-    loss, accuracy = job.validations[step]
-    return f"{loss:.3f}" + ("" if accuracy is None else f" and {accuracy:.0%}")
 
 
 def watch_steps(progress: Progress, label: str, steps: int) -> "Callable[[Metrics], None]":
