@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from difftransformer_lab.analysis import read_records
-from difftransformer_lab.analysis.compare import compare, row_of
 from difftransformer_lab.recipe_files import shipped_recipes
 from difftransformer_lab.results import Bench, TaskResult, read_document, read_result
-from difftransformer_lab.table import fixed
 from tests.support.pages import filled, pages
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -85,22 +83,6 @@ def test_every_study_with_records_has_a_page_with_all_of_them():
         assert all(change.what in text for change in index.changes)
         assert index.correction is None or index.correction.why in text
         assert ("confirm" if index.plan else "explore") in text
-
-
-def test_the_demo_table_of_the_readme_is_that_of_its_file():
-    records = read_records(DOCS / "results" / "demo.json")
-    rows = compare(records)
-    shown = cells_of((DOCS.parent / "README.md").read_text("utf-8").partition("<!-- demo -->")[2])
-    labels = ("validation loss", "needle accuracy (seen cities)", "needle accuracy (unseen cities)")
-    assert [title.partition(",")[0] for title in shown[0][1::2]] == list(labels)
-    for arm, (name, *cells) in zip(records.index.arms, shown[1:], strict=True):
-        assert name == arm.label
-        for label, mean, difference in zip(labels, cells[::2], cells[1::2], strict=True):
-            row = row_of(rows, label, arm.name, ())
-            assert mean == f"{fixed(row.statistic.mean, 4)} \u00b1 {fixed(row.statistic.standard_error, 4)}"
-            change = row.difference
-            low, high = (fixed(one, 4, "+") for one in (change.low, change.high)) if change else ("", "")
-            assert difference == (f"{fixed(change.mean, 4, '+')} [{low}, {high}]" if change else "")
 
 
 def test_the_table_of_retrieval_is_that_of_its_file():

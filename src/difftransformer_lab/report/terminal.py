@@ -1,15 +1,12 @@
-"""The same words and tables in the terminal."""
+"""Tables in the terminal."""
 
 from dataclasses import replace
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, JustifyMethod
+from rich.console import Group, JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from . import study_tables
-from .lead import lead
-from .studied import Studied
 from .tables import Table
 
 MOST_UNBROKEN = 34
@@ -20,25 +17,6 @@ _BETWEEN = 3
 
 _HEAD_LINES = 4
 """Lines above the rows."""
-
-
-def print_study(study: Studied, console: Console | None = None) -> None:
-    """Print what a study asked and found, its verdicts, the costs of a comparison, and what would decide what is open."""
-    console = console or Console()
-    evidence, said = study.evidence, lead(study)
-    console.print(Text(evidence.index.question, style="bold"), highlight=False)
-    tables = [said.table] if said.table else []
-    if evidence.index.upcycling:
-        tables.append(study_tables.upcycling_table(evidence, study.rows))
-    if evidence.index.costs:
-        tables.append(study_tables.measured_costs_table(evidence))
-    for table in tables:
-        console.print(terminal_table(table, console.width))
-    console.print(Text(said.answer), highlight=False)
-    if said.deciding:
-        console.print(Text(f"What would decide it: {said.deciding}"), highlight=False)
-    if said.command:
-        console.print(Text(f"  {said.command}"), highlight=False, soft_wrap=True)
 
 
 def terminal_table(table: Table, width: int) -> RichTable | Group:
