@@ -1,4 +1,4 @@
-"""What a source holds: texts, texts too large for memory, and examples, whose tokens have targets of their own."""
+"""Documents of a source: texts, texts too large for memory, and examples of token ids with their targets."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ IGNORED = -100
 """Target that no loss is computed for, as in PyTorch and transformers."""
 PART_CHARACTERS = 2**20
 FIELDS = ("text", "input_ids", "labels")
-"""Columns of data sets that are read. A row with `text` is text."""
+"""Columns read from data sets. A row that has `text` is read as text."""
 # Where a text is cut into parts: before a space between words, or else after a line feed between lines.
 _CUTS = (re.compile(r"(?s).*[^\W\d_](?= [^\W\d_])"), re.compile(r"(?s).*\S\n(?=\S)"))
 
@@ -41,14 +41,14 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """Token ids with their targets, which are learned as they are: nothing is tokenised, and nothing is added.
+    """Token ids with a target for each. They are used as they are: nothing is tokenised or added.
 
     An example of T tokens fills a row of T tokens by itself.
 
     Attributes:
         name: Name, which is unique in the source.
         inputs: (T,) token ids.
-        targets: (T,) the token id to predict at each input, -100 where the loss does not count. Of text, it is the next input.
+        targets: (T,) token id to predict at each input, or -100 to leave it out of the loss. In text it is the next input.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Example:
 
 @dataclass(frozen=True)
 class LargeDocument:
-    """A text file, or the bytes from `start` to `stop` of one, that is read in parts."""
+    """A text file, or its bytes from `start` to `stop`, read in parts."""
 
     name: str
     path: Path
@@ -96,18 +96,18 @@ class LargeDocument:
     def _blocks(self) -> Iterator[str]:
         with readable(self.path), self.path.open("rb") as file:
             file.seek(self.start)
-            place, rest = self.start, b""
-            while block := file.read(min(PART_CHARACTERS, self.stop - place - len(rest))):
+            offset, rest = self.start, b""
+            while block := file.read(min(PART_CHARACTERS, self.stop - offset - len(rest))):
                 block = rest + block
                 try:
                     text = block.decode("utf-8")
                     rest = b""
                 except UnicodeDecodeError as error:
-                    is_cut = error.reason == "unexpected end of data" and place + len(block) < self.stop
+                    is_cut = error.reason == "unexpected end of data" and offset + len(block) < self.stop
                     if not is_cut:
-                        raise not_utf8(self.path, block, error, place) from None
+                        raise not_utf8(self.path, block, error, offset) from None
                     text, rest = block[: error.start].decode("utf-8"), block[error.start :]
-                place += len(block) - len(rest)
+                offset += len(block) - len(rest)
                 yield text
 
 
@@ -115,7 +115,7 @@ AnyDocument = Document | LargeDocument | Example
 
 
 def cut_text(blocks: Iterable[str], characters: int) -> Iterator[str]:
-    """Yield a text that is given in blocks in parts of at most `characters`, cut between words or lines where possible."""
+    """Cut a text, given in blocks, into parts of at most `characters`, between words or lines where possible."""
     rest = ""
     for block in blocks:
         rest, start = rest + block, 0
@@ -129,29 +129,29 @@ def cut_text(blocks: Iterable[str], characters: int) -> Iterator[str]:
         yield rest
 
 
-def read_example(row: dict[str, Any], name: str, place: str) -> Example:
-    """Return a row that is tokenised: `input_ids`, and optionally `labels` of the same length.
+def read_example(row: dict[str, Any], name: str, where: str) -> Example:
+    """Read a tokenised row: `input_ids`, and optionally `labels` of the same length.
 
-    As in transformers, the label of a token is its own id, or -100 where the loss does not count; without labels, all count.
-    Messages begin with `place`, where the row is.
+    As in transformers, the label of a token is its own id, or -100 to leave it out of the loss. Without labels, all tokens
+    count. Errors begin with `where`, the file and the line.
 
     Raises:
-        DataError: These are not lists of ids, or no label counts.
+        DataError: The fields are not lists of ids, or all labels after the first are -100.
     """
-    ids = _ids(row, "input_ids", 0, place)
-    labels = _ids(row, "labels", IGNORED, place) if row.get("labels") is not None else ids
+    ids = _ids(row, "input_ids", 0, where)
+    labels = _ids(row, "labels", IGNORED, where) if row.get("labels") is not None else ids
     if len(labels) != len(ids) or len(ids) < 2:
         raise DataError(
-            f"{place} has {len(ids)} input_ids and {len(labels)} labels; give equally many of both, at least 2"
+            f"{where} has {len(ids)} input_ids and {len(labels)} labels; give equally many of both, at least 2"
         )
     if (labels[1:] == IGNORED).all():
-        raise DataError(f"{place}: all labels after the first are {IGNORED}, so nothing is learned; leave the row out")
+        raise DataError(f"{where}: all labels after the first are {IGNORED}, so nothing is learned; leave the row out")
     return Example(name, ids[:-1], labels[1:])
 
 
-def _ids(row: dict[str, Any], field: str, least: int, place: str) -> Any:
+def _ids(row: dict[str, Any], field: str, least: int, where: str) -> Any:
     values = row[field]
     is_list = isinstance(values, list) and all(type(value) is int and least <= value < 2**32 for value in values)
     if not is_list or any(least < value < 0 for value in values):
-        raise DataError(f"{place}: {field} is {short(values)}; give a list of token ids")
+        raise DataError(f"{where}: {field} is {short(values)}; give a list of token ids")
     return np.array(values, dtype=np.int64)

@@ -1,6 +1,6 @@
-"""What share of the held-out lines of a text stands in its training part, or looks like a table.
+"""Measure how many held-out lines also occur in the training text, and how many look like tables.
 
-A loss on lines that a model has seen, or on tables, says little of the language that it learned.
+The loss on such lines says little about the language that a model has learned.
 """
 
 import re
@@ -13,10 +13,10 @@ from .documents import AnyDocument, Document, LargeDocument
 from .shards import Split
 
 LONG_CHARACTERS = 30
-"""Shorter lines, which repeat in any text, are left out."""
+"""Shorter lines are ignored, since they repeat in any text."""
 LARGEST_SET = 2**21
-"""Of more lines, an evenly spread part is kept, that whose hashes a power of two divides."""
-# A row of a table begins with a hexadecimal number or an escape, or less than two fifths of it, without spaces, is letters.
+"""Beyond this number of lines, only those with a hash divisible by a power of two are kept."""
+# A table row begins with a hexadecimal number or an escape, or letters make up less than two fifths of it (without spaces).
 _NUMBER = re.compile(r"""[\s'"(\[{,bru#]*(?:0[xX]|\\[xuUN0-7])""")
 _LETTERS = re.compile(r"[^\W\d_]+")
 LEAST_LETTERS = 0.4
@@ -28,8 +28,8 @@ class HeldOutShares(NamedTuple):
 
     Attributes:
         lines: Number of held-out lines that were looked at.
-        seen: Share that stands in the training text, apart from spaces at its ends.
-        tables: Share that looks like a row of a table.
+        seen: Share that also occurs in the training text, ignoring spaces at both ends.
+        tables: Share that looks like rows of a table.
     """
 
     lines: int
@@ -42,7 +42,7 @@ class HeldOutShares(NamedTuple):
 
 
 class HeldOutLines:
-    """Collect the lines of documents as they pass."""
+    """Collects the lines of documents as they are read."""
 
     def __init__(self) -> None:
         self._train: set[int] = set()
@@ -58,7 +58,7 @@ class HeldOutLines:
             yield split, document
 
     def shares(self) -> HeldOutShares | None:
-        """Return the shares of what has passed, or None if no held-out line is long enough."""
+        """Return the shares so far, or None if no held-out line is long enough."""
         if not self._held:
             return None
         count = len(self._held)

@@ -93,7 +93,7 @@ class Allocation:
                                share.denominator * phase.denominator))  # fmt: skip
 
     def place(self, row: int) -> tuple[int, int]:
-        """Return the source of a row, and the number of earlier rows of that source."""
+        """Return the source of a row, and how many earlier rows that source has."""
         for source, (slope, phase, denominator) in enumerate(self.steps):
             before = (row * slope + phase) // denominator
             if ((row + 1) * slope + phase) // denominator > before:
@@ -164,7 +164,7 @@ class Loader:
             for _, shards in self._sources:
                 if shards.records and not self.pack_documents:
                     raise ConfigError(
-                        f"pack_documents is false, and {shards.manifest.source} holds examples, of which rows are packed; "
+                        f"pack_documents is false, and {shards.manifest.source} holds examples, which are packed into rows; "
                         "set pack_documents to true"
                     )
                 if (longest := shards.manifest.request.get("longest_tokens", 0)) > context:
@@ -294,7 +294,7 @@ class Loader:
         }
 
     def _changed(self, state: dict[str, Any]) -> str:
-        """Name the sources whose data differ from those of a saved position, where it names its sources."""
+        """Name the sources that have changed since a position was saved, if it recorded them."""
         before, now = state.get("data") or {}, self._identity()["data"]
         if not before:
             return ""
@@ -404,7 +404,7 @@ def validation_rows(shards: Shards, context_tokens: int, max_rows: int) -> torch
     Args:
         shards: Shards to read.
         context_tokens: Context T.
-        max_rows: Maximum number of rows, which are evenly spread over those of all sources.
+        max_rows: Maximum number of rows, spread evenly over the rows of all sources.
 
     Returns:
         (N, 3, T) int64 inputs, targets (-100 for the end of text, in padding, and where nothing is learned), and positions

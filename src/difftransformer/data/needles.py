@@ -354,7 +354,7 @@ def check_needles(*, min_needles: int, max_needles: int, asks: int, digits: int,
 
 
 class _Pieces:
-    """Token pieces of a tokenizer, which are encoded once and joined many times."""
+    """Token pieces, encoded once and joined many times."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -403,11 +403,11 @@ class _Pieces:
         return taken
 
     def line_ends(self, filler: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the places in front of which a line of the filler ends, including the end of the filler."""
+        """Return the places where a line of the filler ends, including the end of the filler."""
         return np.append(np.flatnonzero(self.starts_line[filler]), len(filler))
 
     def places(self, filler: npt.NDArray[np.int64], targets: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Return places to insert lines: the line end nearest to each target, or else the target made a line end."""
+        """Return where to insert lines: at the line end nearest to each target, or at the target, which becomes a line end."""
         ends = self.line_ends(filler)
         right = np.minimum(np.searchsorted(ends, targets), len(ends) - 1)
         left = np.maximum(right - 1, 0)

@@ -1,7 +1,7 @@
-"""The source `python-packages`: Python sources of pinned packages, without what repeats, split by package.
+"""The source `python-packages`: Python sources of pinned packages, deduplicated and split by package.
 
 `python-packages.txt` lists the packages with their versions and the SHA-256 of their wheels, which pip checks. They are fetched
-once, into the cache folder. Only wheels that are the same on every system are taken, so the text is, too.
+once, into the cache folder. All wheels are the same on every system, and so is the text.
 """
 
 import hashlib
@@ -27,20 +27,21 @@ LIST = Path(__file__).with_name("python-packages.txt")
 HELD_OUT = ("dask", "mypy", "nilearn", "sphinx", "swift")
 """Packages of the validation text."""
 MOST_SEEN = 0.25
-"""A file more of whose long lines stood in files before it, or are rows of tables, is left out."""
+"""A file is left out if a larger share of its long lines occurs in earlier files."""
 MOST_TABLE = 0.1
+"""A file is left out if a larger share of its long lines looks like rows of tables."""
 LONGEST_BYTES = 400_000  # longer files are generated
 _LINE = re.compile(r"(?P<name>\S+?)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
 
 
 def listed() -> dict[str, str]:
-    """Return the names of the wheels' files up to their version, and the SHA-256 of each."""
+    """Return the SHA-256 of each wheel by its name and version."""
     found = map(_LINE.fullmatch, LIST.read_text("utf-8").splitlines())
     return {f"{one['name'].replace('-', '_')}-{one['version']}": one["sha256"] for one in found if one}
 
 
 def fetch() -> Path:
-    """Return the folder of the wheels, which are downloaded first if they are not there.
+    """Return the folder of the wheels, and download them first if it does not exist.
 
     Raises:
         DataError: pip cannot fetch them, or gets files of another SHA-256.
@@ -74,11 +75,10 @@ def fetch() -> Path:
 def read(folder: Path | None = None) -> Iterator[Document]:
     """Yield the sources, named `package/path`, the training packages first.
 
-    A file is left out if it is not UTF-8, if more than a quarter of its lines of 30 characters or more stood in files before
-    it, or if more than a tenth look like rows of tables.
+    A file is left out if it is not UTF-8, if it repeats earlier files (`MOST_SEEN`), or if it holds tables (`MOST_TABLE`).
 
     Args:
-        folder: Folder of wheels; what `fetch` returns if None.
+        folder: Folder of wheels; None for the one that `fetch` returns.
     """
     seen: set[int] = set()
     wheels = sorted((folder or fetch()).glob("*.whl"), key=lambda path: (_package(path) in HELD_OUT, path.name))

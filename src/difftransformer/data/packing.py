@@ -154,11 +154,11 @@ class Packs:
         return np.concatenate([[first], ends])
 
     def _are_last(self, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return which tokens end a document."""
+        """Mark the tokens that end a document."""
         return tokens == self.end_of_text
 
     def _pieces(self, starts: Ints) -> tuple[Ints, npt.NDArray[np.int32], int]:
-        """Return offset and size of each piece that is packed of documents with these offsets, and how many are left out."""
+        """Cut documents at these offsets into pieces: their offsets and sizes, and how many are left out."""
         lengths = np.diff(starts)
         again = np.where(lengths >= self.long_tokens, self.times, 1) if self.long_tokens else 1
         pieces = np.repeat(-(-lengths // self.context), again)
@@ -170,7 +170,7 @@ class Packs:
         return offsets[kept], sizes[kept].astype(np.int32), len(kept) - int(np.count_nonzero(kept))
 
     def _have_targets(self, starts: Ints, offsets: Ints, sizes: Ints) -> npt.NDArray[np.bool_]:
-        """Return which pieces have a target that counts in the loss."""
+        """Mark the pieces that have a target in the loss."""
         return np.ones(len(sizes), bool)
 
     def _draw_epoch(self, epoch: int) -> tuple[Ints, Ints]:
@@ -261,7 +261,7 @@ class ExamplePacks(Packs):
 def best_fit(sizes: npt.NDArray[np.integer[Any]], capacity: int) -> Ints:
     """Pack items into rows: each goes into the fullest row that has room, or into a new one.
 
-    Items of equal size are placed together, so time grows with the number of different sizes and not with that of items.
+    Items of equal size are placed together, so time grows with the number of different sizes, not of items.
 
     Args:
         sizes: (N,) sizes in descending order, each from 1 to `capacity`.

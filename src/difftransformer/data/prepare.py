@@ -1,7 +1,7 @@
 """Prepare shards from a recipe: read the text, split it, train a tokenizer, and tokenise once.
 
-Text is read as a stream: once to tokenise it, and once before to train a BPE or to compare it with existing shards of the same
-request whose files have changed.
+Text is read as a stream: once to tokenise it, and once before that to train a BPE, or to compare it with existing shards when
+its files have changed.
 """
 
 import contextlib
@@ -46,24 +46,24 @@ logger = logging.getLogger(__name__)
 def prepare_shards(config: DataConfig, *, made: Sequence[Path] = ()) -> Shards:
     """Open the shards of a request, and make them first if they do not exist.
 
-    Shards are named after the request and the SHA-256 of the text, so changed text is tokenised again. The text is not
-    even read if its files are unchanged, by name, size and times, since the shards were made. They take their name when they
-    are complete, so a process that is stopped while it tokenises leaves nothing that counts, and the next one starts again.
-    Where the text is missing, the shards of this request are used if there are those of one text alone.
+    Shards are named after the request and the SHA-256 of the text, so changed text is tokenised again. If the names, sizes and
+    times of its files have not changed, the text is not even read. A folder gets its name when it is complete, so a process
+    that is stopped leaves no unfinished shards, and the next one starts again. If the text is missing, existing shards of the
+    request are used, unless there are several.
 
-    Of a folder in a store, shards are read from copies on this machine. None are made there.
+    Shards in a store are copied to this machine. None are made there.
 
-    Each step is logged. Of a large text the progress is reported (see `difftransformer.progress`), in bytes of files or rows of
-    a data set.
+    Each step is logged. For a large text, progress is reported (see `difftransformer.progress`) in bytes of files or rows of a
+    data set.
 
     Args:
         config: The request.
-        made: `Shards.folders` of this request, which another process has just prepared; the text is not looked at.
+        made: `Shards.folders` that another process has just prepared for this request; the text is not checked.
 
     Raises:
         ConfigError: There is no such kind of store, or its package is missing.
-        DataError: The text is missing, empty or unreadable, or the shards are damaged or cannot be written; or a store has a
-            fault, or lacks the shards.
+        DataError: The text is missing, empty or unreadable; the shards are damaged or cannot be written; or a store fails or
+            lacks the shards.
     """
     if config.source.startswith(PREFIX):
         return synthetic_shards(config.source, config.options, config.split_seed)

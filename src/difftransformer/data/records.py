@@ -1,6 +1,6 @@
 """Read files of text, rows of JSONL files, and data sets through the library `datasets`.
 
-No code of a data set is run. Whatever cannot be read is one error that names the file and the place.
+No code of a data set is run. What cannot be read raises an error of one line that names the file and the line.
 """
 
 import gzip
@@ -69,7 +69,7 @@ def json_lines(path: Path, on_read: OnRead = lambda size: None) -> Iterator[tupl
         DataError: The file cannot be read, or a line is not a JSON object.
     """
     for number, content in enumerate(_lines(path, on_read), start=1):
-        place = f"{path}: line {number}"
+        where = f"{path}: line {number}"
         try:
             line = content.decode("utf-8-sig" if number == 1 else "utf-8")
             if not line.strip():
@@ -79,33 +79,33 @@ def json_lines(path: Path, on_read: OnRead = lambda size: None) -> Iterator[tupl
                 json.dumps(row, ensure_ascii=False).encode()
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{place} is not UTF-8 text (byte 0x{content[error.start]:02x} at offset {error.start} of the line); "
+                f"{where} is not UTF-8 text (byte 0x{content[error.start]:02x} at offset {error.start} of the line); "
                 "convert the file to UTF-8 (for example with iconv)"
             ) from None
         except UnicodeEncodeError:
             raise DataError(
-                f"{place} holds half a surrogate pair, which is not valid Unicode; correct the line"
+                f"{where} holds half a surrogate pair, which is not valid Unicode; correct the line"
             ) from None
         except json.JSONDecodeError as error:
-            raise DataError(f"{place} is not JSON ({error.msg} at column {error.colno}); correct the line") from None
+            raise DataError(f"{where} is not JSON ({error.msg} at column {error.colno}); correct the line") from None
         except ValueError as error:
-            raise DataError(f"{place} cannot be read ({error}); correct the line") from None
+            raise DataError(f"{where} cannot be read ({error}); correct the line") from None
         if not isinstance(row, dict):
-            raise DataError(f"{place} is a JSON {type(row).__name__}; give one JSON object per line")
+            raise DataError(f"{where} is a JSON {type(row).__name__}; give one JSON object per line")
         yield number, row
 
 
 def _lines(path: Path, on_read: OnRead) -> Iterator[bytes]:
     """Yield the lines of a file that may be compressed."""
-    number = place = 0
+    number = offset = 0
     with readable(path), path.open("rb") as raw:
         lines = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
         try:
             for line in lines:
                 number += 1
                 yield line
-                before, place = place, raw.tell()
-                on_read(place - before)
+                before, offset = offset, raw.tell()
+                on_read(offset - before)
         except (OSError, EOFError, zlib.error) as error:
             if lines is raw:
                 raise

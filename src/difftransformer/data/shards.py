@@ -4,8 +4,8 @@
 
 The manifest is written last and atomically, so a writer that was stopped (by a full disk or a signal) leaves no folder
 that passes for complete. A `.bin` file is a little-endian array without a header. Of text it holds token ids, and every
-document is followed by the end-of-text token. Of examples, which say what is learned from each of their tokens, it holds
-records (see `item_dtype`), and nothing is added to them.
+document is followed by the end-of-text token. Of examples, which have targets of their own, it holds records (see
+`item_dtype`), and nothing is added to them.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ class Manifest:
 
     @property
     def item_dtype(self) -> np.dtype[Any]:
-        """What a file is an array of."""
+        """Dtype of the files."""
         return item_dtype(self.dtype, self.content)
 
     @property
@@ -104,7 +104,7 @@ class Manifest:
 
 
 def item_dtype(dtype: Dtype, content: Content) -> np.dtype[Any]:
-    """Return what files are arrays of: token ids, or for examples records of an input, its target and flags."""
+    """Return the dtype of files: token ids for text, or records of an input, its target and flags for examples."""
     if content == "text":
         return np.dtype(dtype)
     return np.dtype([("input", dtype), ("target", dtype), ("flags", "u1")])
@@ -118,7 +118,7 @@ def id_dtype(tokenizer: Tokenizer) -> Dtype:
 def records_of(
     inputs: npt.NDArray[Any], targets: npt.NDArray[Any], ends: npt.NDArray[Any], dtype: np.dtype[Any]
 ) -> npt.NDArray[Any]:
-    """Return the records of examples side by side, (T,) inputs and targets, each of which ends before one of `ends`."""
+    """Return the records of examples laid end to end: (T,) inputs and targets, and `ends`, where each example ends."""
     is_scored = targets != IGNORED
     records = np.empty(len(inputs), dtype)
     records["input"], records["target"] = inputs, np.where(is_scored, targets, 0)
@@ -189,13 +189,13 @@ class Shards:
     """An open shard folder, or several of one tokenizer that are read as a mixture.
 
     Attributes:
-        folder: Path of the folder. Of a mixture, the folder that holds those of its sources.
-        manifest: Its manifest. Of a mixture, the sums over its sources.
+        folder: Path of the folder. For a mixture, the folder above its sources.
+        manifest: Its manifest. For a mixture, the sums over its sources.
         tokenizer: Tokenizer of the token ids.
-        streams: Token ids by split. Of a mixture, those of its sources one after another.
+        streams: Token ids by split. A mixture joins its sources one after another.
         sources: Sources of a mixture with their shards; empty otherwise.
-        records: Records by split if the folder holds examples, whose inputs are in `streams`; empty otherwise.
-        url: Where the folder is a copy of one in a store, the URL of that.
+        records: Records by split if the folder holds examples (their inputs are in `streams`); empty otherwise.
+        url: URL of the original if the folder is a copy from a store.
     """
 
     folder: Path
@@ -299,7 +299,7 @@ class Shards:
 
     @property
     def folders(self) -> list[Path]:
-        """The shard folders: one, or those of a mixture's sources."""
+        """The shard folders: one, or one for each source of a mixture."""
         return [shards.folder for _, shards in self.sources] or [self.folder]
 
     def tokens(self, split: Split) -> TokenStream:
@@ -341,7 +341,7 @@ def copies() -> Path:
 
 
 def _replace(folder: Path) -> str:
-    """Return what to do about a damaged folder, whose manifest would be found again."""
+    """Say how to replace a damaged folder. It must go, since its manifest would be found again."""
     return f"delete {folder} and {_TOKENISE_AGAIN}"
 
 

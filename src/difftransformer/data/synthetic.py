@@ -1,8 +1,8 @@
-"""Synthetic tasks: examples of integers, drawn from a seed, of which some positions are scored.
+"""Synthetic tasks: sequences of integers, drawn from a seed, in which some positions are scored.
 
 MQAR is the multi-query associative recall of Zoology (arXiv:2312.04927), and the recall tasks are from MAD (arXiv:2403.17844).
-Defaults are the published settings. An example is a row of inputs and, aligned with them, a row of targets: the target at a
-position is what a model should predict there, which need not be the next input, or `IGNORED`.
+Defaults are the published settings. An example is a row of inputs and a row of targets: at each position the token to predict,
+which need not be the next input, or `IGNORED`.
 
 Examples are a function of the options and the seed. Held-out examples are drawn first, and never occur in training.
 """
@@ -43,7 +43,7 @@ Rng = np.random.Generator
 
 
 class Part(NamedTuple):
-    """Examples of one setting: the settings that tell it apart, their number, and what draws as many as asked for."""
+    """Examples of one setting: the setting, their number, and a function that draws a given number of them."""
 
     at: dict[str, Any]
     examples: int
@@ -58,7 +58,7 @@ class SyntheticTask(Protocol):
         """Number of token ids."""
 
     def parts(self, seed: int, *, training: bool) -> list[Part]:
-        """Return what is drawn for training, or to be held out."""
+        """Return the parts of the training set, or of the held-out set."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class Examples:
     Attributes:
         inputs: (N, L) token ids.
         targets: (N, L) token ids to predict, or `IGNORED`.
-        at: What tells the setting apart, such as the number of pairs.
+        at: The setting, such as the number of pairs.
     """
 
     inputs: Ints
@@ -84,10 +84,10 @@ def _require(is_met: bool, text: str) -> None:
 def _distinct(rng: Rng, count: int, choices: int, size: int) -> Ints:
     """Draw rows of `size` different integers below `choices`, (count, size), uniformly over all orders (Floyd's algorithm)."""
     drawn = np.empty((count, size), np.int64)
-    for place, last in enumerate(range(choices - size, choices)):
+    for index, last in enumerate(range(choices - size, choices)):
         new = rng.integers(last + 1, size=count)
-        is_taken = (drawn[:, :place] == new[:, None]).any(1)
-        drawn[:, place] = np.where(is_taken, last, new)
+        is_taken = (drawn[:, :index] == new[:, None]).any(1)
+        drawn[:, index] = np.where(is_taken, last, new)
     return rng.permuted(drawn, axis=1)
 
 
@@ -95,13 +95,13 @@ def _distinct(rng: Rng, count: int, choices: int, size: int) -> Ints:
 class MQAR:
     """Multi-query associative recall (arXiv:2312.04927): pairs of a key and a value, and then each key once more.
 
-    At the second occurrence of a key, its value is to be predicted. It is not among the inputs there. Keys come from the
-    first half of the vocabulary, and values from the second. Distances between a pair and its query follow a power law.
+    The value must be predicted where its key occurs again; it does not follow among the inputs. Keys come from the first half
+    of the vocabulary, values from the second. The distance between a pair and its query follows a power law.
 
     Attributes:
         vocab_size: Number of token ids; 0 is the filler.
         train: (length, pairs, examples) of each part of the training set.
-        test: The same of the held-out set.
+        test: The same for the held-out set.
         power: Exponent of the power law plus 1; 1 is uniform.
         passes: How often the pairs are shown.
         filler: What stands between the queries: token 0, or random tokens of the whole vocabulary, keys included.
@@ -154,16 +154,16 @@ class MQAR:
         keys = 1 + _distinct(rng, count, half - 1, pairs)
         values = half + _distinct(rng, count, self.vocab_size - half, pairs)
         shown = np.tile(np.stack([keys, values], axis=2).reshape(count, -1), (1, self.passes))
-        # The places with the largest perturbed logarithms are a draw by weight without replacement.
+        # The positions with the largest perturbed logarithms are a draw by weight without replacement.
         space = (length - shown.shape[1]) // 2
         weights = (self.power - 1) * np.log(np.arange(1, space + 1))
         gaps = np.argsort(-(weights + rng.gumbel(size=(count, space))), axis=1)[:, :pairs]
-        places = shown.shape[1] + 2 * gaps
+        positions = shown.shape[1] + 2 * gaps
         inputs = np.zeros((count, length), np.int64)
         targets = np.full_like(inputs, IGNORED)
         inputs[:, : shown.shape[1]] = shown
-        np.put_along_axis(inputs, places, keys, axis=1)
-        np.put_along_axis(targets, places, values, axis=1)
+        np.put_along_axis(inputs, positions, keys, axis=1)
+        np.put_along_axis(targets, positions, values, axis=1)
         if self.filler == "random":
             inputs = np.where(inputs == 0, rng.integers(self.vocab_size, size=inputs.shape), inputs)
         return inputs, targets
@@ -173,10 +173,10 @@ class MQAR:
 class Recall:
     """In-context recall of MAD: pairs of a key and a value, in which keys come again with the same value.
 
-    Every value after a key that was shown before is an answer, and so is the last token of an example, whose key is drawn from
-    those shown. In noisy recall, a share of the pairs is replaced by two noise tokens, which come from tokens of their own.
+    A value is an answer if its key was shown before. The last token is an answer too; its key is drawn from the keys shown. In
+    noisy recall, a share of the pairs is replaced by two noise tokens, which are never keys or values.
 
-    MAD may leave an example without any pair if there is much noise, and then fails; here, one pair is always kept.
+    With much noise, MAD may draw an example without any pair, and then fails; here one pair is always kept.
 
     Attributes:
         vocab_size: Number of token ids.
@@ -185,9 +185,9 @@ class Recall:
         test_examples: Number of held-out examples.
         noise_vocab_size: Number of the token ids that are noise.
         noise_share: Share of the pairs that are noise.
-        multi_query: Whether every repeated key is asked for. Otherwise only the last one is, after a token of its own.
-        train_on: What the training loss covers: all tokens, as in MAD, or the answers alone. Held-out examples score answers.
-        train_lengths: Lengths of the training examples, of which each has an equal share; `length` alone by default, as in MAD.
+        multi_query: Whether every repeated key is a question. Otherwise only the last one is, after a token of its own.
+        train_on: Tokens in the training loss: all, as in MAD, or the answers alone. Held-out examples score the answers.
+        train_lengths: Lengths of the training examples, in equal shares; `length` alone by default, as in MAD.
     """
 
     vocab_size: int = 16
@@ -270,7 +270,7 @@ class NoisyRecall(Recall):
 
 
 def _next_tokens(tokens: Ints, is_scored: npt.NDArray[np.bool_]) -> Rows:
-    """Return inputs and targets of sequences whose scored tokens are to be predicted from all before."""
+    """Shift sequences into inputs and targets. Only scored tokens are targets."""
     return tokens[:, :-1], np.where(is_scored, tokens, IGNORED)[:, 1:]
 
 
@@ -282,7 +282,7 @@ def synthetic_task(source: str, options: dict[str, Any]) -> SyntheticTask:
 
     Args:
         source: "synthetic:" and a name of `TASKS`.
-        options: Fields of the task, and for MQAR optionally `protocol`, a name of `MQAR.published` whose fields come first.
+        options: Fields of the task. MQAR also takes `protocol`, a name in `MQAR.published`, which sets fields first.
 
     Raises:
         ConfigError: There is no such task or protocol, or an option does not fit.
@@ -318,7 +318,7 @@ def draw_examples(task: SyntheticTask, seed: int, *, training: bool) -> list[Exa
 
 
 def _draw_others(part: Part, rng: Rng, held_out: set[bytes]) -> Rows:
-    """Draw the examples of a part, other ones in place of those that are held out."""
+    """Draw the examples of a part, and draw again those that are held out."""
     inputs, targets = part.draw(rng, part.examples)
     for _ in range(_ROUNDS):
         again = np.array([index for index, row in enumerate(inputs) if row.tobytes() in held_out], np.int64)

@@ -2,7 +2,7 @@
 
 A source is one of `SOURCES`. Every reader yields documents in an order that depends on their names alone, and holds at most one
 of them in memory; of a large text file, only parts. Text that is missing, empty, broken or not UTF-8 is refused with a
-one-line error that names the file and the place.
+one-line error that names the file and the line.
 """
 
 import hashlib
@@ -51,9 +51,9 @@ _RECENT_SECONDS = 2.0  # the coarsest resolution of file times
 
 @dataclass
 class Reading:
-    """How much of a source has been read, in bytes of files or rows of a data set. `total` is 0 where it is not known.
+    """How much of a source has been read, in bytes of files or rows of a data set. `total` is 0 if it is unknown.
 
-    A `LargeDocument` is read several times; whoever reads its text last adds its bytes.
+    A `LargeDocument` is read several times; its last reader adds its bytes.
     """
 
     report: Callable[[int, int], None] = lambda done, total: None
@@ -132,7 +132,7 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
 
 
 def is_named(path: Path, suffixes: Sequence[str]) -> bool:
-    """Whether the name of a file ends in one of these, in upper or lower case."""
+    """Whether the name of a file ends in one of the suffixes, in upper or lower case."""
     return path.name.lower().endswith(tuple(suffixes))
 
 
@@ -141,7 +141,7 @@ def walk(
 ) -> list[tuple[str, Path]]:
     """Return (name, path) of the files below a folder, sorted by name, without hidden files and folders.
 
-    A folder that has several names, since it is linked, is read under one of them.
+    A folder with several names (by links) is read once.
     """
     files, seen, tops = list[tuple[str, Path]](), set[str](), [str(folder)]
     for top in tops:  # folders that are linked follow, so that what is in this one keeps its name
@@ -186,10 +186,10 @@ def read_stdlib() -> Iterator[Document]:
 
 
 def source_state(source: str) -> str | None:
-    """Return a fingerprint of the names, sizes and times of a source's files: while it stays equal, so does the text.
+    """Return a fingerprint of the names, sizes and times of a source's files. If it is the same, so is the text.
 
-    A set of the Hugging Face hub is taken to stay as it is. Returns None for files changed so recently that a further change
-    might leave their times as they are.
+    A set of the Hugging Face hub is assumed not to change. Returns None if files have just changed, since another change
+    might leave their times the same.
     """
     if source == packages.NAME:
         return hashlib.sha256(packages.LIST.read_bytes()).hexdigest()
@@ -222,7 +222,7 @@ def source_bytes(source: str) -> int | None:
 
 
 def is_of_unknown_size(source: str) -> bool:
-    """Whether files do not tell the size of a source's text: it is compressed, or a set of the Hugging Face hub."""
+    """Whether the size of a source's text is unknown: its files are compressed, or it is a data set."""
     located = _source_files(source)
     return located is None or not all(is_named(path, (*TEXT_SUFFIXES, ".jsonl")) for _, path in located[1])
 
@@ -247,9 +247,8 @@ def iter_split(
 ) -> Iterator[tuple[Split, AnyDocument]]:
     """Yield documents with their splits, which are chosen by a hash of (seed, name) (see `records.split_hash`).
 
-    Of `python-packages`, the held-out packages are the validation documents.
-
-    A single text is cut at a line end instead, and its last `validation_share` becomes the validation document.
+    For `python-packages`, the validation documents are the held-out packages. A single text is cut at a line end, and its last
+    `validation_share` becomes the validation document.
 
     Args:
         documents: Documents as yielded by `iter_documents`.
@@ -317,13 +316,13 @@ def _cut_document(
     """Cut a document at the last line end before the validation share, or the first one after it, or anywhere."""
     characters = sum(map(len, document.parts()))
     target = round(characters * (1.0 - validation_share))
-    before = after = place = 0
+    before = after = offset = 0
     for part in document.parts():
-        if (found := part.rfind("\n", 0, max(0, target - place)) + 1) > 0:
-            before = place + found
-        if not after and (found := part.find("\n", max(0, target - place)) + 1) > 0:
-            after = place + found
-        place += len(part)
+        if (found := part.rfind("\n", 0, max(0, target - offset)) + 1) > 0:
+            before = offset + found
+        if not after and (found := part.find("\n", max(0, target - offset)) + 1) > 0:
+            after = offset + found
+        offset += len(part)
     cut = before or after
     if cut in (0, characters):
         cut = target
@@ -335,11 +334,11 @@ def _cut_document(
     names = f"{document.name}#train", f"{document.name}#validation"
     if isinstance(document, Document):
         return Document(names[0], document.text[:cut]), Document(names[1], document.text[cut:])
-    place, middle = 0, document.start
+    offset, middle = 0, document.start
     for part in document.parts():
-        middle += len(part[: max(0, cut - place)].encode())
-        place += len(part)
-        if place >= cut:
+        middle += len(part[: max(0, cut - offset)].encode())
+        offset += len(part)
+        if offset >= cut:
             break
     return (
         LargeDocument(names[0], document.path, document.start, middle),
@@ -355,7 +354,7 @@ def _read_files(files: Sequence[tuple[str, Path]], source: str, empty: str, read
 
 
 def _with_text(documents: Iterable[AnyDocument | None], source: str, empty: str) -> Iterator[AnyDocument]:
-    """Yield documents, but not those without text (None): a warning counts them, and it is an error if all are such."""
+    """Yield documents, and leave out None, which has no text. A warning counts them; if all are None, it is an error."""
     read = left_out = 0
     for document in documents:
         if document is None:
@@ -375,10 +374,10 @@ def _read_file(path: Path, name: str, reading: Reading) -> Iterator[AnyDocument 
     """Yield the documents of a file, and None for each that has no text."""
     if is_named(path, JSONL_SUFFIXES):
         for number, row in json_lines(path, reading.add):
-            place, row_name = f"{path}: line {number}", row.get("name")
+            where, row_name = f"{path}: line {number}", row.get("name")
             if not isinstance(row_name, str | None):
-                raise DataError(f'{place} has the "name" {short(row_name)}; it must be a string, or left out')
-            yield _row_document(row, f"{name}:{number}" if row_name is None else row_name, place)
+                raise DataError(f'{where} has the "name" {short(row_name)}; it must be a string, or left out')
+            yield _row_document(row, f"{name}:{number}" if row_name is None else row_name, where)
     elif (size := path.stat().st_size) > LARGE_BYTES:
         with path.open("rb") as file:
             start = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
@@ -389,14 +388,14 @@ def _read_file(path: Path, name: str, reading: Reading) -> Iterator[AnyDocument 
         yield Document(name, text) if text else None
 
 
-def _row_document(row: dict[str, Any], name: str, place: str) -> AnyDocument | None:
-    """Return the document of a row, or None if its text is empty. Messages begin with `place`, where the row is."""
+def _row_document(row: dict[str, Any], name: str, where: str) -> AnyDocument | None:
+    """Return the document of a row, or None if its text is empty. Messages begin with `where`."""
     if row.get("text") is None and row.get("input_ids") is not None:
-        return read_example(row, name, place)
+        return read_example(row, name, where)
     text = row.get("text", 0)
     if not isinstance(text, str | None):
         met = short(text) if "text" in row else sorted(row)
-        raise DataError(f'{place} has no string "text" (met {met}); give a "text" field')
+        raise DataError(f'{where} has no string "text" (met {met}); give a "text" field')
     return Document(name, text) if text else None
 
 

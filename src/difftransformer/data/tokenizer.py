@@ -88,14 +88,14 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_sized(self, text: str) -> tuple[list[int], list[int], bool]:
-        """Encode a text, and count the bytes of the given text for which each token stands.
+        """Encode a text, and count how many of its bytes each token covers.
 
-        These are not always the token's own bytes: a normaliser may compose, lower or drop characters. What it drops counts
-        with the token before it, or with the first one, and with the end of text where there is no token.
+        These are not always the token's own bytes: a normaliser may compose, lower or drop characters. Dropped characters count
+        with the token before them, else with the first token, or with the end of text if there is no token.
 
         Returns:
-            The ids; the bytes of each of them and of the end of text, which add up to those of the text; and whether the text
-            can be restored from the ids.
+            The ids; the number of bytes for each id and then for the end of text, which sum to the size of the text; and
+            whether decoding the ids restores the text.
         """
         encoding = self.backend.encode(text, add_special_tokens=False)
         try:
@@ -104,18 +104,18 @@ class Tokenizer:
             spelt = []
         if b"".join(spelt) == text.encode():
             return encoding.ids, [*map(len, spelt), 0], True
-        # Where each begins: where it ends is not told, since a composed character ends with the first of its parts.
+        # Only where a token begins is reliable: the offsets of a composed character end with its first part.
         starts = [0, *(start for start, _ in encoding.offsets[1:])] if encoding.ids else []
-        places = np.maximum.accumulate([*starts, len(text), len(text)] if starts else [0, len(text)])
-        reached = np.cumsum([0, *(len(character.encode()) for character in text)])[places]
+        bounds = np.maximum.accumulate([*starts, len(text), len(text)] if starts else [0, len(text)])
+        reached = np.cumsum([0, *(len(character.encode()) for character in text)])[bounds]
         return encoding.ids, np.diff(reached).tolist(), self.decode(encoding.ids) == text
 
     def encode_special(self, text: str) -> list[int]:
-        """Encode the text of a chat template, in which the names of special tokens stand for these tokens."""
+        """Encode the text of a chat template, where the name of a special token stands for the token."""
         return self._special_backend.encode(text, add_special_tokens=False).ids
 
     def encode_after(self, left: str, text: str, advice: str) -> list[int]:
-        """Encode `text` as it is encoded after `left`, which in some tokenizers differs from `text` alone.
+        """Encode `text` as a continuation of `left`, which in some tokenizers differs from `text` alone.
 
         Raises:
             DataError: The tokenizer does not split between the two. The message ends with `advice`.
@@ -138,18 +138,13 @@ class Tokenizer:
 
     @property
     def is_of_ids(self) -> bool:
-        """Whether the tokens are numbers (see `id_tokenizer`), as which every word of a text would be 0."""
+        """Whether the tokens are numbers (see `id_tokenizer`). Every word of a text would be token 0."""
         return bool(self._settings["model"].get("unk_token") == "0")
 
     @property
     def normalizes(self) -> bool:
         """Whether a normaliser changes texts before they are divided into tokens."""
         return self.backend.normalizer is not None
-
-    @property
-    def special_tokens(self) -> list[str]:
-        """The names of the special tokens."""
-        return [token["content"] for token in self._settings["added_tokens"] if token["special"]]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode token ids. Special tokens appear by name, and invalid UTF-8 appears as U+FFFD."""
@@ -281,7 +276,7 @@ def byte_tokenizer() -> Tokenizer:
 def id_tokenizer(count: int) -> Tokenizer:
     """Return a tokenizer of the ids from 0 to `count` - 1, written as numbers; the end of text and padding follow.
 
-    It belongs to data that are made of ids, such as synthetic tasks.
+    It is for data made of ids, such as synthetic tasks.
     """
     backend = tokenizers.Tokenizer(models.WordLevel({str(index): index for index in range(count)}, unk_token="0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

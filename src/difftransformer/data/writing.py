@@ -56,18 +56,18 @@ class Part(NamedTuple):
 
     @property
     def size(self) -> int:
-        """What it adds to the size of a batch."""
+        """Size in a batch: characters of text, or tokens of an example."""
         return len(self.text) if self.example is None else len(self.example.inputs)
 
 
 class TextDigest:
-    """SHA-256 over names and texts of documents, which it passes on."""
+    """SHA-256 over the names and texts of documents, computed while they are read."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def over(self, documents: Iterable[AnyDocument]) -> Iterator[AnyDocument]:
-        """Yield documents, each after it was taken into the sum."""
+        """Yield documents, and add each to the digest."""
         for document in documents:
             name = document.name.encode("utf-8", "surrogatepass")
             self._digest.update(len(name).to_bytes(8, "little") + name + document.size_bytes.to_bytes(8, "little"))
@@ -76,7 +76,7 @@ class TextDigest:
             yield document
 
     def hexdigest(self) -> str:
-        """Return the sum over the documents so far."""
+        """Return the digest of the documents so far."""
         return self._digest.hexdigest()
 
 
@@ -305,6 +305,6 @@ class _SplitWriter:
                 self.file.close()
 
     def manifest(self) -> SplitManifest:
-        """Return what is written."""
+        """Return the manifest of the split."""
         tokens = sum(shard.tokens for shard in self.shards)
         return SplitManifest(documents=self.documents, tokens=tokens, bytes=self.bytes, shards=self.shards)
