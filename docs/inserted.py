@@ -147,7 +147,10 @@ class Inserted:
     def findings(self, study: str) -> str:
         """Return the contrasts of a plan."""
         table = tables.findings_table(self._study(study))
-        kept = [place for place, group in enumerate(table.groups) if group.title not in ("question", "figure", "meaning")]
+        titles = [group.title for group in table.groups]
+        first = [titles.index(title) for title in ("contrast", "effect", "state", "seeds")]
+        others = [place for place, title in enumerate(titles) if title not in ("question", "figure", "meaning")]
+        kept = [*first, *(place for place in others if place not in first)]
         rows = [[row[place] for place in kept] for row in table.folded()]
         groups = tuple(Group(table.groups[place].title, numeric=table.groups[place].numeric) for place in kept)
         return Table("findings", "", groups, rows, table.notes).markdown()

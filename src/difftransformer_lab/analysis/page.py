@@ -185,8 +185,8 @@ def study_page(study: StudyAnalysis) -> Page:
         )
     )
     sections.append(_recipe_section(study))
-    correction = [index.correction.stands, index.correction.why] if index.correction else []
-    return Page(title=index.question, about=[" ".join([*correction, index.about]).strip()], sections=sections)
+    correction = [f"{index.correction.stands} {index.correction.why}"] if index.correction else []
+    return Page(title=index.question, about=[*correction, index.about], sections=sections)
 
 
 def suite_page(
