@@ -68,121 +68,49 @@ def flip(content):
     return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
 
 
-def header(**changes):
-    """Change the header of a safetensors file in its first tensor."""
-
-    def change(content):
-        (size,) = struct.unpack("<Q", content[:8])
-        document = json.loads(content[8 : 8 + size])
-        document[min(set(document) - {"__metadata__"})] |= changes
-        text = json.dumps(document).encode()
-        return struct.pack("<Q", len(text)) + text + content[8 + size :]
-
-    return change
+def offsets(content):
+    """Let the first tensor of a safetensors file end behind the file."""
+    (size,) = struct.unpack("<Q", content[:8])
+    document = json.loads(content[8 : 8 + size])
+    document[min(set(document) - {"__metadata__"})] |= {"data_offsets": [0, 10**18]}
+    text = json.dumps(document).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + size :]
 
 
 def setting(**changes):
     return lambda content: json.dumps(json.loads(content) | changes).encode()
 
 
-DEEP = "[" * 100_000
-JSON = {
-    "empty": "", "null": "null", "list": "[1]", "half": cut, "deep": DEEP, "digits": "9" * 5000, "bytes": b"\xff\xfe",
-}  # fmt: skip
-WEIGHTS = {
-    "cut": cut, "long header": lambda content: struct.pack("<Q", 2**63) + content[8:], "no header": b"{}",
-    "pickle": PICKLE, "offsets": header(data_offsets=[0, 10**18]), "dtype": header(dtype="F99"),
-    "shape": header(shape=[2**32, 2**32]), "more": lambda content: content + b"x",
-}  # fmt: skip
-CONFIGS = {
-    "type": setting(model_type=["llama"]), "control": setting(model_type="\x1b[31m"),
-    "huge": setting(hidden_size=10**30), "negative": setting(num_hidden_layers=-1), "text": setting(hidden_size="x"),
-    "other weights": setting(transformers_weights="../x.bin"),
-}  # fmt: skip
-GENERATE, TRAIN = ("generate", "ours", "text", "--max_new_tokens", "2"), ("train", "recipe.yaml", "--out", "new")
+DEEP, SURROGATE = "[" * 100_000, b'{"text": "\\ud800"}'
+GENERATE, TRAIN = "generate ours text --max-new-tokens 2", "train recipe.yaml --out new"
+GO_ON = "train recipe.yaml --out run --set training.steps=3"
 
 
-@pytest.mark.parametrize("damage", [*JSON, *CONFIGS])
-def test_configurations(refuses, damage):
-    refuses(GENERATE, {"ours/config.json": (JSON | CONFIGS)[damage]})
-
-
-@pytest.mark.parametrize("damage", JSON)
-def test_tokenizers(refuses, damage):
-    refuses(GENERATE, {"ours/tokenizer.json": JSON[damage]})
-
-
-@pytest.mark.parametrize("damage", ["half", "deep", "digits"])
-def test_results(refuses, damage):
-    refuses(("report", "results.json"), {"results.json": JSON[damage]})
-
-
-CONVERT = ("convert", "ours", "new", "--to", "diffllama")
-
-
-@pytest.mark.parametrize(("words", "damage"), [
-    *((GENERATE, damage) for damage in WEIGHTS), *((CONVERT, damage) for damage in ("cut", "pickle", "shape")),
+@pytest.mark.parametrize(("line", "name", "content"), [
+    *((GENERATE, "ours/config.json", one) for one in (cut, DEEP, setting(model_type="\x1b[31m"), setting(hidden_size=10**30))),
+    *((GENERATE, "ours/tokenizer.json", one) for one in (cut, DEEP)),
+    *((GENERATE, "ours/model.safetensors", one) for one in (cut, PICKLE, offsets)),
+    ("convert ours new --to diffllama", "ours/model.safetensors", PICKLE),
+    ("report results.json", "results.json", cut),
+    (TRAIN, "recipe.yaml", "- 1"),
+    (TRAIN, "recipe.yaml", "[" * 50_000),
+    (TRAIN, "recipe.yaml", "name: 0x" + "f" * 9000),
+    (TRAIN, "recipe.yaml", "!!python/object/apply:os.system ['touch pickled']"),
+    *((GO_ON, name, one) for name in ("shards/*/train-00000.bin", "run/checkpoints/step-000002/model.safetensors")
+      for one in (cut, flip)),
+    *((f"tokenize {name} --tokenizer byte --out new", name, one) for name, one in (
+        ("a.txt", b"\xff\xfe"), ("a.jsonl", b"{"), ("a.jsonl", SURROGATE), ("a.jsonl", DEEP), ("a.jsonl.gz", b"x"))),
 ])  # fmt: skip
-def test_weights(refuses, words, damage):
-    refuses(words, {"ours/model.safetensors": WEIGHTS[damage]})
+def test_damaged_files(refuses, line, name, content):
+    refuses(line.split(" "), {name: content})
 
 
-DOCUMENTS = {
-    "nothing": "", "a list": "- 1", "bytes": b"\x80\x81", "NUL": "name: a\0b", "a tab": "\tname: x",
-    "brackets": "[" * 50_000, "digits": "name: " + "9" * 5000, "hexadecimal": "name: 0x" + "f" * 9000,
-    "an object": "!!python/object/apply:os.system ['touch pickled']", "a date": "name: 2024-01-02",
-    "no date": "name: !!timestamp x", "no truth": "name: !!bool x", "keys": "1: 2",
-    "two documents": "name: x\n---\nname: y", "an anchor": "name: *x", "control": "name: \x1b[31m",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_recipes(refuses, document):
-    refuses(TRAIN, {"recipe.yaml": DOCUMENTS[document]})
-
-
-SETTINGS = (
-    "name=../x", "model.hidden_size=" + "9" * 30, "model.rope_parameters=[1]", "model.attention_type=nothing",
-    "training.batch_tokens=" + "9" * 18, "training.context_stages=[[5,64]]", "training.optimizer.learning_rate=inf",
-    "training.steps=!!timestamp x", "data.source=", "data.source=/dev/null", "data.tokenizer=.", "data.folder=text.txt",
-    "evaluation=[{task: x}]", "start_from=nowhere", "=", "x.y.z=1", "model.\x1b=1",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("change", SETTINGS)
-def test_settings(refuses, change):
-    refuses((*TRAIN, "--set", change), {})
-
-
-TEXTS = {
-    "empty.txt": b"", "encoding.txt": b"\xff\xfe", "surrogate.txt": b"\xed\xa0\x80 and more", "half.jsonl": b"{",
-    "list.jsonl": b"[1]", "number.jsonl": b'{"text": 3}', "half-pair.jsonl": b'{"text": "\\ud800"}',
-    "half-name.jsonl": b'{"text": "a", "name": "\\udfff"}', "deep.jsonl": DEEP.encode(),
-    "digits.jsonl": b'{"text": ' + b"9" * 5000 + b"}", "bytes.jsonl": b'{"text": "\xff"}',
-    "roles.jsonl": b'{"messages": [{"role": "\\u001b[31m", "content": "x"}]}', "ids.jsonl": b'{"input_ids": [1, -5]}',
-    "a.jsonl.gz": b"x",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_texts(refuses, name):
-    refuses(("tokenize", name, "--tokenizer", "byte", "--out", "new"), {name: TEXTS[name]})
-
-
-@pytest.mark.parametrize("damage", [cut, flip, lambda content: b""], ids=["cut", "flip", "empty"])
-@pytest.mark.parametrize("name", ["shards/*/train-00000.bin", "run/checkpoints/step-000002/model.safetensors"])
-def test_shards_and_checkpoints(refuses, name, damage):
-    refuses(("train", "recipe.yaml", "--out", "run", "--set", "training.steps=3"), {name: damage})
-
-
-LINES = (
-    "", "\x1b[2J\nx", "evla", "generate", "generate nowhere text", "generate ours text --device cuda:99",
-    "train recipe.yaml --set training.steps", "eval needle ours --text text.txt --lengths [" + "9" * 25 + "] --out new",
-    "eval perplexity ours --text text.txt --windows -1 --out new", "convert ours new --to nothing", "export ours text.txt",
-    "tokenize hf:x:y:z:w", "report text.txt", "info /dev/null", "plan recipe.yaml --gpus 0", "upcycle text.txt new --to diff",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", [
+    "", "\x1b[2J\nx", "generate nowhere text", "generate ours text --device cuda:99", "export ours text.txt", "info /dev/null",
+    f"eval needle ours --text text.txt --lengths [{'9' * 25}] --out new", "upcycle text.txt new --to diff",
+    *(f"{TRAIN} --set {change}" for change in (
+        "name=../x", f"model.hidden_size={'9' * 30}", "training.optimizer.learning_rate=inf", "data.source=/dev/null",
+        "data.folder=text.txt", "start_from=nowhere", "=", "model.\x1b=1")),
+])  # fmt: skip
 def test_command_lines(refuses, line):
     refuses(line.split(" "), {})
