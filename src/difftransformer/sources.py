@@ -4,6 +4,8 @@ from pathlib import Path
 
 from .errors import CheckpointError
 
+RECIPE_FILE = "config.yaml"
+"""The recipe of a run, in its folder."""
 _SHIPPED = Path(__file__).parent / "shipped"
 
 

@@ -3,6 +3,7 @@
 They are checked here before anything heavy is imported, so that a mistake is answered at once.
 """
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,11 @@ def read_mapping(path: Path | str, shipped: dict[str, Path], expected: str) -> d
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        names = ", ".join(shipped)
-        raise ConfigError(f"{path}: no such file; name a YAML file, or one that is shipped: {names}") from None
+        near = get_close_matches(str(path), shipped, n=1)
+        advice = (
+            f"did you mean {near[0]}?" if near else f"name a YAML file, or one that is shipped: {', '.join(shipped)}"
+        )
+        raise ConfigError(f"{path}: no such file; {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     try:

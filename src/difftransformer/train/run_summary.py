@@ -5,10 +5,9 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..model.card import Training
 from ..reading import parse_yaml
+from ..sources import RECIPE_FILE
 from ..typed import build
 from .metrics import METRICS_FILE, StepMetrics, ValidationMetrics, read_lines
-
-RECIPE_FILE = "config.yaml"
 
 
 def training_summary(run: Path, step: int) -> Training | None:

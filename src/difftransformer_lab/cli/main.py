@@ -163,6 +163,7 @@ def module_name(verb: str) -> str:
 def _run(verb: str, words: list[str]) -> int:
     from .arguments import parser_of, read_words
     from .console import log_shown
+    from .guesses import check_guesses
 
     module = importlib.import_module(f".{module_name(verb)}", __package__)
     own = module.declare(verb) if hasattr(module, "declare") else None
@@ -171,6 +172,7 @@ def _run(verb: str, words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(parser.page(own if verb.startswith("eval ") else None), *(_tasks() if verb == "eval" else ()), sep="\n")
         return 0
+    check_guesses(verb, words)
     values = read_words(parser, words)
     if own is not None:
         values["options"] = own(**{field.name: values.pop(field.name) for field in dataclasses.fields(own)})

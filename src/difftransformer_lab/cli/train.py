@@ -4,11 +4,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..recipe_files import read_recipe
-from .arguments import check_positive, use_threads
+from difftransformer.sources import RECIPE_FILE
+
+from ..recipe_files import read_recipe, shipped_recipes
+from .arguments import check_device, check_positive, use_threads
 from .console import resumable, show, show_next
 from .members import run_together
 from .progress import evaluation_progress, training_progress, watch_steps
+from .text_recipe import is_text, write_recipe
 
 if TYPE_CHECKING:
     from difftransformer.train.parallel import Processes
@@ -30,7 +33,8 @@ def run(
     """Train one model. A run that was stopped continues from its newest checkpoint.
 
     Args:
-        recipe: YAML file with model, data and training.
+        recipe: YAML file with model, data and training; a run, to go on with it; or a folder or file of text, to write a
+            recipe for it.
         out: Run folder. Defaults to runs/NAME, with the recipe's name.
         seed: Training seed that replaces the recipe's.
         device: cpu or cuda.
@@ -39,14 +43,29 @@ def run(
         dry_run: Say what would be trained and what is missing, and train nothing.
         profile: Write a trace of this number of steps to RUN/profile, for ui.perfetto.dev.
     """
+    named = Path(recipe)
+    if recipe not in shipped_recipes() | shipped_recipes("paper"):
+        if (folder := _run_of(named)) is not None:
+            recipe, out = str(folder / RECIPE_FILE), out or str(folder)
+        elif is_text(named):
+            path = write_recipe(named)
+            show(f"{path}: a recipe for the text in {named}")
+            show_next("train", path)
+            return 0
     read_recipe(recipe)
     check_positive(processes=processes, profile=profile)
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
     if dry_run:
-        from ..studies import load_recipe
-
-        return _describe(load_recipe(recipe, overrides))
+        check_device(device)
+        return _describe(recipe, overrides, out, threads, processes)
     return run_together(partial(_train, recipe, overrides, out, threads, profile), device, processes)
+
+
+def _run_of(path: Path) -> Path | None:
+    """Return the folder of the run that a path names: its folder, or the recipe in it."""
+    if path.is_dir():
+        return path if (path / RECIPE_FILE).is_file() else None
+    return path.parent if path.name == RECIPE_FILE and (path.parent / "checkpoints").is_dir() else None
 
 
 def _train(
@@ -71,7 +90,7 @@ def _train(
         use_threads(threads)
         mesh = Mesh(processes, loaded.parallel)
         mesh.check(loaded.model_config(vocab_size=1), loaded.training)
-    folder = Path(out or f"runs/{loaded.name}")
+    folder = _folder(loaded, out)
     callbacks = [Profile(profile)] if profile else []
 
     def prepare() -> Shards:
@@ -81,6 +100,7 @@ def _train(
         with evaluation_progress("tokenising"):
             return prepare_shards(loaded.data)
 
+    _show_needle_rows(loaded, overrides)
     with processes.locked(folder):
         shards = processes.rank0_first(prepare)
         if not processes.is_first:
@@ -102,17 +122,48 @@ def _train(
     return 0
 
 
-def _describe(recipe: "Recipe") -> int:
-    """Print what a recipe trains, and what it names that is not there."""
+def _describe(recipe: str, overrides: list[str], out: str | None, threads: int | None, processes: int | None) -> int:
+    """Print what a recipe trains, and what it names that is not there. Refuse what training would refuse."""
+    from difftransformer.data.text import check_split
     from difftransformer.model import count
+    from difftransformer.train.parallel import Mesh, Processes
 
-    missing = recipe.missing()
-    if recipe.model or recipe.start_from is None or not missing:
-        config, training = recipe.planned_config(), recipe.training
+    from ..studies import load_recipe
+    from ..studies.run import continued_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    use_threads(threads)
+    mesh = Mesh(Processes(count=processes or 1), loaded.parallel)
+    continued_recipe(_folder(loaded, out), loaded)
+    missing = loaded.missing()
+    if loaded.model or loaded.start_from is None or not missing:
+        config, training = loaded.planned_config(), loaded.training
+        mesh.check(config, training)
         stages = ", ".join(str(long) for _, long in training.context_stages)
         tokens = f"{training.batch_tokens:,} tokens, {training.steps * training.batch_tokens:,} in all"
-        show(f"{recipe.name}: {config.attention_type}, {count(config).parameters:,} parameters")
+        show(f"{loaded.name}: {config.attention_type}, {count(config).parameters:,} parameters")
         show(f"{training.steps:,} steps of {tokens}; rows of {stages} tokens")
+    _show_needle_rows(loaded, overrides)
     for line in missing:
         show(f"missing: {line}")
+    if not missing:
+        data = loaded.data
+        for source in [one.source for one in data.mixture] or [data.source]:
+            if Path(source).exists():
+                check_split(source, validation_share=data.validation_share, seed=data.split_seed)
     return 0
+
+
+def _folder(recipe: "Recipe", out: str | None) -> Path:
+    return Path(out or f"runs/{recipe.name}")
+
+
+def _show_needle_rows(recipe: "Recipe", overrides: list[str]) -> None:
+    """Say that a recipe's needle documents stay among the rows of another text."""
+    keys = [change.partition("=")[0] for change in overrides]
+    is_stated = any(key.startswith("training.retrieval") for key in keys)
+    if recipe.training.retrieval is not None and not is_stated and {"data.source", "data.mixture"} & {*keys}:
+        show(
+            f"{recipe.training.retrieval.share:.0%} of the rows are the recipe's needle documents, and not your text; "
+            "--set training.retrieval=null leaves them out"
+        )

@@ -58,20 +58,32 @@ def start_run(folder: Path, recipe: Recipe) -> None:
             go on from is missing or damaged.
         ConfigError: It is not before the last step.
     """
-    path = folder / RECIPE_FILE
-    if not path.exists() or not checkpoints(folder):
+    path, there = folder / RECIPE_FILE, continued_recipe(folder, recipe)
+    if there is None:
         save_recipe(recipe, path)
         if recipe.branch_from is not None:
             _copy_checkpoint(Path(recipe.branch_from), folder, recipe.training.steps)
         return
+    if there != recipe:
+        save_recipe(recipe, path)
+
+
+def continued_recipe(folder: Path, recipe: Recipe) -> Recipe | None:
+    """Return the recipe of the run in a folder that another recipe continues; None where there is no run.
+
+    Raises:
+        CheckpointError: The recipe trains something else.
+    """
+    path = folder / RECIPE_FILE
+    if not path.exists() or not checkpoints(folder):
+        return None
     there = load_recipe(path)
     before, after = (plain(one, without=[ASIDE, ADJUSTABLE]) for one in (there, recipe))
     if difference := _difference(before, after):
         raise CheckpointError(
             f"{folder}: holds a run of another recipe ({difference}); choose another --out, or delete the folder"
         )
-    if there != recipe:
-        save_recipe(recipe, path)
+    return there
 
 
 def share_stable_part(folder: Path, recipe: Recipe, shards: Shards, others: Iterable[Path]) -> None:

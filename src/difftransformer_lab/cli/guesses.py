@@ -1,0 +1,23 @@
+"""Words that people try and that a command does not take, with what they are told."""
+
+from collections.abc import Sequence
+
+from difftransformer.errors import ConfigError
+
+REPLIES = {
+    "train --resume": "train RUN goes on with the run in the folder RUN, and so does the command that started it",
+    "train --seeds": "train makes one run; compare RECIPE --seeds N trains N of each model",
+    "train --batch-size": "use --set training.batch_tokens=N, the number of tokens of a step",
+}
+
+
+def check_guesses(verb: str, words: Sequence[str]) -> None:
+    """Raise the reply to a word that the command does not take.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if reply := REPLIES.get(f"{verb} {flag}"):
+            raise ConfigError(f"no option {flag}; {reply}")
