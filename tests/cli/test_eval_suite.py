@@ -12,10 +12,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals import suite as suites
 from difftransformer_lab.evals.models.causal import CausalLanguageModel
 from difftransformer_lab.evals.tasks import needle
 from difftransformer_lab.results import TaskResult, read_result
-from difftransformer_lab.studies import suite as suites
 from tests.support import tiny_folders
 
 

@@ -21,10 +21,9 @@ from difftransformer.errors import BackendUnavailable, CheckpointError
 from difftransformer.hub import folder_sha256, open_model, open_tokenizer
 from difftransformer.hub.opening import source_folder
 from difftransformer.ops import use_backend
+from difftransformer_lab.evals.evaluate import TaskSpec, evaluate_task
 from difftransformer_lab.evals.opening import open_language_model
 from difftransformer_lab.evals.requests import Loss
-from difftransformer_lab.studies.recipe import TaskSpec
-from difftransformer_lab.studies.tasks import evaluate_task
 from tests.support.answering import answers_to
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -15,13 +15,14 @@ from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.ops import build
 from difftransformer.train import read_metrics
+from difftransformer_lab import environment
 from difftransformer_lab.analysis import analyse, read_records
 from difftransformer_lab.analysis.page import study_page, write_page
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import task_sha256
 from difftransformer_lab.results import ChosenRate, RunRecord, StudyIndex, read_result
 from difftransformer_lab.statistics import detectable
-from difftransformer_lab.studies import Design, Study, environment, load_study, recipe_from
+from difftransformer_lab.studies import Design, Study, load_study, recipe_from
 from difftransformer_lab.studies import run as run_module
 from difftransformer_lab.studies.evaluation import draw_tasks
 from difftransformer_lab.studies.identity import identity

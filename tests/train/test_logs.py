@@ -40,9 +40,9 @@ from difftransformer.train.parallel import Mesh
 from difftransformer.train.profiling import Profile
 from difftransformer.train.speed import train_flops_per_token
 from difftransformer.train.trackers import Trackers, scalars
+from difftransformer_lab.evals.evaluate import TaskSpec
 from difftransformer_lab.studies import start_run, train_run
 from difftransformer_lab.studies.evaluation import draw_tasks, evaluate_checkpoint
-from difftransformer_lab.studies.recipe import TaskSpec
 from difftransformer_lab.studies.records import run_record
 from tests.support import fresh, parallel_steps
 from tests.train.test_resume import stop_after

@@ -10,10 +10,10 @@ from difftransformer.files import write_text_atomically
 from ..bench import Settings, steps_of
 from ..bench.settings import Step
 from ..bench.steps import Part
+from ..environment import command_line, environment, foreign_cpu_share, now
 from ..report.bench import print_bench
 from ..report.bench_figures import bench_drawings
 from ..results import Bench, BenchRow, write_result
-from ..studies.environment import command_line, environment, foreign_cpu_share, now
 from .arguments import check_device, use_threads
 from .console import console, show
 from .progress import Bars, study_progress

@@ -77,10 +77,9 @@ def run(
             check_model(models[0])
 
     def evaluate(crew: "Processes") -> int:
+        from ..evals.evaluate import TaskSpec, evaluate_task, kept_apart
         from ..evals.opening import open_language_model
-        from ..studies.recipe import TaskSpec
-        from ..studies.suite import Suite, load_suite, run_suite
-        from ..studies.tasks import evaluate_task, kept_apart
+        from ..evals.suite import Suite, load_suite, run_suite
 
         opening = partial(
             open_language_model,

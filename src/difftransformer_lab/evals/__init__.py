@@ -6,6 +6,7 @@ from difftransformer._lazy import lazy_names
 
 if TYPE_CHECKING:
     from .engine import Task, run_task
+    from .evaluate import TaskSpec, evaluate_task
     from .models.causal import CausalLanguageModel
     from .prompts.texts import TaskContext
     from .registry import TaskKind, register

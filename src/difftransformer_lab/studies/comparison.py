@@ -9,10 +9,10 @@ from difftransformer.data import Shards
 from difftransformer.families import DifferentialFields, count_family
 from difftransformer.model import count
 
+from ..environment import foreign_cpu_share
 from ..results import ArmSize, BaselineNll, StudyIndex
 from .costs import measure_costs
 from .design import ArmConfig, Design, PresetConfig, StudyConfig
-from .environment import foreign_cpu_share
 from .ngram import byte_bigram_bits_per_byte
 from .recipe import Recipe, recipe_dict
 from .study import Study

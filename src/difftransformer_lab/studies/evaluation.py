@@ -14,12 +14,12 @@ from difftransformer.train.parallel import ALONE, Processes
 from difftransformer_lab.evals.opening import open_language_model
 
 from ..evals.engine import Task
+from ..evals.evaluate import kept_or_asked
 from ..evals.models.causal import UNBOUNDED
 from ..evals.prompts.texts import TaskContext
 from ..evals.tasks import task_kind
 from ..results import TaskResult
 from .recipe import Recipe
-from .tasks import kept_or_asked
 
 EVALUATIONS = "evals"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from difftransformer.errors import ConfigError
 from difftransformer.typed import build
 
+from ..environment import git
 from ..recipe_files import read_mapping, shipped_recipes
 from ..results import RegisteredPlan, StudyPlan
-from .environment import git
 
 FIRST_SEED = 2000
 """Seeds from here on are kept for plans: no study explores with them, and none chooses learning rates."""

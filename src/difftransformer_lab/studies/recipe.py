@@ -1,9 +1,6 @@
 """A recipe: one YAML file that says what is trained on what, how it is evaluated, and what is compared."""
 
 import dataclasses
-import re
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from difftransformer.stores import is_url
 from difftransformer.train import LogsConfig, ParallelConfig, TrainingConfig, checkpoints
 from difftransformer.typed import ADJUSTABLE, ASIDE, WeightsDtype, build, plain, unknown_key
 
-from ..evals.tasks import task_kind
+from ..evals.evaluate import TaskSpec, check_specs
 from ..recipe_files import check_name, read_recipe
 
 STARTS = (DiffTransformerConfig.model_type, DifferentialFamilyConfig.model_type)
@@ -32,52 +29,6 @@ MOST_SEEDS, MOST_JOBS = 1000, 64
 MOST_ROUNDED = 0.01  # of a model's parameters, so that it is still the same size as its twin
 _POSSIBLE = set[str]()  # models that have been checked, since the recipes of a study share some
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSpec:
-    """A task with its options, in a recipe or a suite.
-
-    Attributes:
-        task: Name of the task.
-        label: Name in the report and of its files; the task's name by default.
-        options: Fields of the task's Options; the others keep their defaults.
-    """
-
-    task: str
-    label: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.label or self.task
-
-    def built(self) -> Any:
-        """Return the task's options.
-
-        Raises:
-            ConfigError: no such task, or options that it does not take.
-        """
-        try:
-            cls = task_kind(self.task).options
-        except ConfigError as error:
-            raise ConfigError(f"{self.name}: {error}") from None
-        return build(cls, self.options, source="", key=self.name, error=ConfigError)
-
-
-def check_specs(specs: Sequence[TaskSpec]) -> None:
-    """Refuse tasks that share a name, names that cannot name files, and options that a task does not take.
-
-    Raises:
-        ConfigError: one of these.
-    """
-    for name, times in Counter(spec.name for spec in specs).items():
-        if times > 1:
-            raise ConfigError(f"{name!r} is given twice; give labels")
-        if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", name):
-            raise ConfigError(f"label {name!r}: it names files; use letters, digits, points, hyphens and spaces")
-    for spec in specs:
-        spec.built()
 
 
 VALIDATION_LOSS = TaskSpec(

@@ -18,6 +18,7 @@ from difftransformer.train import read_metrics
 from difftransformer.train.metrics import METRICS_FILE, StepMetrics, read_lines
 from difftransformer.typed import ASIDE, plain
 
+from ..environment import environment, now
 from ..evals.engine import Task
 from ..results import (
     Curve,
@@ -32,7 +33,6 @@ from ..results import (
 )
 from ..results.curves import spikes
 from .design import TRAINING, Design, PlannedRun, place
-from .environment import environment, now
 from .identity import identity, kind
 from .recipe import Recipe, recipe_from
 from .run import BEGAN_FILE, run_results

@@ -34,12 +34,12 @@ from difftransformer.train.run_summary import RECIPE_FILE
 from difftransformer.train.speed import keep_freed_memory
 from difftransformer.typed import ADJUSTABLE, ASIDE, plain
 
+from ..environment import now
 from ..evals.engine import Task
+from ..evals.evaluate import stored_result
 from ..results import TaskResult
-from .environment import now
 from .evaluation import EvaluateCheckpoints, evaluate_checkpoint, evaluations_folder
 from .recipe import Recipe, load_recipe, save_recipe
-from .tasks import stored_result
 
 logger = logging.getLogger(__name__)
 

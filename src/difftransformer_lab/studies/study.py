@@ -20,6 +20,7 @@ from difftransformer.families.upcycle import upcycle_folder
 from difftransformer.files import locked, write_text_atomically
 from difftransformer.hub import folder_sha256, source_folder
 
+from ..environment import check_committed, command_line, environment
 from ..evals.engine import Task
 from ..results import (
     ChosenRate,
@@ -33,7 +34,6 @@ from ..results import (
     write_result,
 )
 from .design import UPCYCLED, Design, PlannedRun, place
-from .environment import check_committed, command_line, environment
 from .evaluation import EVALUATIONS, draw_tasks
 from .jobs import Job, run_jobs
 from .plan import registered

@@ -9,12 +9,11 @@ from pathlib import Path
 from difftransformer.errors import ConfigError, DiffTransformerError, EvaluationError
 from difftransformer.train.parallel import ALONE, Processes
 from difftransformer.typed import build
-from difftransformer_lab.evals.opening import OpenedModel, open_language_model
 
 from ..recipe_files import read_mapping, shipped_recipes
 from ..results import TaskResult
-from .recipe import TaskSpec, check_specs
-from .tasks import kept_or_asked
+from .evaluate import TaskSpec, check_specs, kept_or_asked
+from .opening import OpenedModel, open_language_model
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import pytest
 
 from difftransformer.errors import ConfigError
 from difftransformer.ops.build import Library
+from difftransformer_lab import environment as module
 from difftransformer_lab.results import Environment
-from difftransformer_lab.studies import environment as module
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,7 +20,7 @@ from difftransformer._version import __version__
 from difftransformer.errors import ConfigError
 from difftransformer.ops import build, processor
 
-from ..results import Environment
+from .results import Environment
 
 
 def environment(device: str = "cpu") -> Environment:

@@ -1,8 +1,13 @@
-"""Run one task on one model and write its result."""
+"""One task with its options, asked of one model; the result is written, and kept while model, options and data are the same."""
 
 import dataclasses
 import logging
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from difftransformer.data import DataConfig, prepare_shards
 from difftransformer.errors import ConfigError
@@ -10,17 +15,63 @@ from difftransformer.progress import titled
 from difftransformer.train.parallel import ALONE, Processes
 from difftransformer.train.run_summary import RECIPE_FILE
 from difftransformer.typed import build
-from difftransformer_lab.evals.opening import OpenedModel
 
-from ..evals.engine import Task, answers_of, run_task, task_sha256
-from ..evals.prompts.texts import TaskContext
-from ..evals.requests import plain_sha256, requests_sha256
-from ..evals.tasks import task_kind
+from ..environment import command_line, environment, now
+from ..recipe_files import read_recipe
 from ..results import DataIdentity, TaskResult, kept_result, write_result
-from .environment import command_line, environment, now
-from .recipe import TaskSpec, load_recipe
+from .engine import Task, answers_of, run_task, task_sha256
+from .opening import OpenedModel
+from .prompts.texts import TaskContext
+from .requests import plain_sha256, requests_sha256
+from .tasks import task_kind
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """A task with its options, in a recipe or a suite.
+
+    Attributes:
+        task: Name of the task.
+        label: Name in the report and of its files; the task's name by default.
+        options: Fields of the task's Options; the others keep their defaults.
+    """
+
+    task: str
+    label: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.label or self.task
+
+    def built(self) -> Any:
+        """Return the task's options.
+
+        Raises:
+            ConfigError: no such task, or options that it does not take.
+        """
+        try:
+            cls = task_kind(self.task).options
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        return build(cls, self.options, source="", key=self.name, error=ConfigError)
+
+
+def check_specs(specs: Sequence[TaskSpec]) -> None:
+    """Refuse tasks that share a name, names that cannot name files, and options that a task does not take.
+
+    Raises:
+        ConfigError: one of these.
+    """
+    for name, times in Counter(spec.name for spec in specs).items():
+        if times > 1:
+            raise ConfigError(f"{name!r} is given twice; give labels")
+        if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", name):
+            raise ConfigError(f"label {name!r}: it names files; use letters, digits, points, hyphens and spaces")
+    for spec in specs:
+        spec.built()
 
 
 def context_of(model: OpenedModel) -> TaskContext:
@@ -33,7 +84,8 @@ def context_of(model: OpenedModel) -> TaskContext:
         return context
 
     def data() -> DataConfig:
-        return load_recipe(recipe).data
+        config: DataConfig = build(DataConfig, read_recipe(recipe).get("data"), source=f"{recipe}", error=ConfigError)
+        return config
 
     return dataclasses.replace(context, validation=lambda: prepare_shards(data()).tokens("validation"), data=data)
 
