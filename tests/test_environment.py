@@ -12,7 +12,7 @@ from difftransformer.ops.build import Library
 from difftransformer_lab import environment as module
 from difftransformer_lab.results import Environment
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def git(*words, cwd=ROOT):

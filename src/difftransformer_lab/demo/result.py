@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from difftransformer.files import write_text_atomically
 
-from ..studies.environment import environment
+from ..environment import environment
 from .live import Run
 from .recall import ARMS
 
