@@ -158,7 +158,8 @@ def test_notebooks_are_stored_without_outputs_and_parse(path):
         ast.parse("".join(cell["source"]))
 
 
-def test_notebooks_open_in_colab_where_the_repository_is_public(tmp_path):
+def test_notebooks_open_in_colab_where_the_repository_is_public(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
     build, name = load(DOCS / "build.py"), "maps.ipynb"
     (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://github.com/a/b/"')
     path = rf"github/a/b/blob/(main|v{re.escape(difftransformer.__version__)})/docs/notebooks/{name}"

@@ -446,7 +446,7 @@ def runs_table(records: Records) -> Table:
     for arm, point, seed, run in records.every_run():
         values = [figure_of(run, figure) for figure in figures]
         cells = [arm.label, *([records.words(point)] if records.has_settings else []), str(seed)]
-        missing = NOT_MEASURED if run.diverged_after is None else DIVERGED
+        missing = NOT_MEASURED if run.diverged_after is None else f"{DIVERGED} after step {run.diverged_after}"
         cells += [missing if value is None else significant(value, 5) for value in values]
         commit = run.environment.commit[:12] or "not recorded"
         rows.append([*cells, significant(run.train_seconds / 60, 3), commit, records.files[arm.name, point, seed]])

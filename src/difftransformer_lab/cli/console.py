@@ -22,6 +22,7 @@ from ..printable import printable, printable_line
 if TYPE_CHECKING:
     from ..table import Table
 
+CELL_PADDING = 2
 WIDTH_WITHOUT_TERMINAL = 80  # for logs, which have no width of their own
 
 
@@ -56,19 +57,31 @@ def show_next(*words: object) -> None:
 
 
 def show_table(table: "Table") -> None:
-    """Print a table. Brackets in names are no markup."""
-    made = RichTable(
-        title=Text(table.title),
-        caption=Text(" ".join(table.notes)),
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    for group in table.groups:
-        made.add_column(Text(group.title), justify="right" if group.numeric else "left", overflow="fold")
-    for row in table.folded():
-        made.add_row(*map(Text, row))
-    console.print(made)
+    """Print a table. Columns without room beside the others stand below them, with the first column once more."""
+    rows = table.folded()
+    for number, columns in enumerate(_parts(table, rows)):
+        # Brackets in names are no markup.
+        made = RichTable(title=None if number else Text(table.title), title_justify="left", box=SIMPLE_HEAD)
+        for column in columns:
+            group = table.groups[column]
+            made.add_column(Text(group.title), justify="right" if group.numeric else "left", overflow="fold")
+        for row in rows:
+            made.add_row(*(Text(row[column]) for column in columns))
+        console.print(made)
+    if table.notes:
+        console.print(Text(" ".join(table.notes), style="dim italic"))
+
+
+def _parts(table: "Table", rows: list[list[str]]) -> list[list[int]]:
+    """Divide the columns of a table into as many parts as the width of the terminal asks for."""
+    titles = [max(map(len, group.title.split() or [""])) for group in table.groups]
+    widths = [max([title, *(len(row[place]) for row in rows)]) + CELL_PADDING for place, title in enumerate(titles)]
+    parts: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[place] for place in parts[-1]) + widths[column] > console.width:
+            parts.append([0])
+        parts[-1].append(column)
+    return parts
 
 
 def log(text: str) -> None:
