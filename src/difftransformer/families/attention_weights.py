@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import DifferentialAttention, RMSNorm
+from ..attention.base import PROJECTIONS
 from ..attention.differential import LAMBDA_VECTORS, Differential, DifferentialOptions
 from ..attention.differential import lambda_init as lambda_init_of
 from ..attention.head_norm import HEAD_NORM_EPS
@@ -22,7 +23,6 @@ from .conversion import Shape, check_tensors, shapes_of
 
 LayerT = TypeVar("LayerT", bound=Differential)
 THE_OTHERS = "the shapes of the others"  # what determines the shapes of an attention without a configuration
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ..attention import DifferentialAttention, DifferentialAttentionV2
+from ..attention.base import PROJECTIONS
 from ..attention.differential import LAMBDA_VECTORS, Differential
 from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import CheckpointError, ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from .attention_weights import (
-    PROJECTIONS,
     THE_OTHERS,
     Sizes,
     half_split,

@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor
 
 from ..attention import DifferentialAttention, DifferentialOptions, GroupedDifferentialAttention
+from ..attention.base import PROJECTIONS
 from ..attention.differential import LAMBDA_VECTORS, Differential
 from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import ConfigError, ShapeError
 from .attention_weights import (
-    PROJECTIONS,
     THE_OTHERS,
     Sizes,
     make_layer,

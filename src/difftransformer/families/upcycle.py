@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from ..attention import Attention, PlainLayer
+from ..attention.base import PROJECTIONS
 from ..errors import ConfigError
 from ..model.weights import CONFIG_FILE
 from .checkpoint_io import Converted, WeightsReader, naming_config, read_config, refuse_used, write_converted
@@ -27,7 +28,7 @@ from .models import attention_fields, family_config, refused_features, shapes_in
 from .table import FAMILIES, REFUSED
 
 ATTENTION = "self_attn.", "mixer."  # a mixer may be a layer of another kind
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+QKV = PROJECTIONS[:3]
 OUTPUT_WEIGHTS = tuple(f"{name}.weight" for name in OUTPUTS)
 
 
@@ -165,8 +166,8 @@ class _AttentionLayer:
     def _make(self, part: str, shape: Shape, read: Read) -> Tensor:
         module, _, what = part.rpartition(".")
         if module == "qkv_proj":
-            return torch.cat([self._rows(name, what, read) for name in PROJECTIONS])
-        if module in PROJECTIONS:
+            return torch.cat([self._rows(name, what, read) for name in QKV])
+        if module in QKV:
             return self._rows(module, what, read)
         if module in ("q_norm", "k_norm") and self.needs[self.prefix + part] != shape:
             gain = read(self.prefix + part)
@@ -195,7 +196,7 @@ class _AttentionLayer:
                 self.config.num_key_value_heads,
                 self.config.head_dim,
             )
-            rows = read(fused).split([heads * width, groups * width, groups * width])[PROJECTIONS.index(module)]
+            rows = read(fused).split([heads * width, groups * width, groups * width])[QKV.index(module)]
         else:
             rows = read(f"{self.prefix}{module}.{what}")
         return rows.view(rows.shape[0], -1)
