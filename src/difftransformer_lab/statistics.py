@@ -24,7 +24,8 @@ from statistics import NormalDist
 import numpy as np
 
 from difftransformer.errors import EvaluationError
-from difftransformer_lab.results import IntervalMethod, PairedDifference, Statistic
+
+from .results import IntervalMethod, PairedDifference, Statistic
 
 CONFIDENCE = 0.95
 POWER = 0.8

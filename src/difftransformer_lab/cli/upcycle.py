@@ -44,7 +44,8 @@ def run(
     from difftransformer.families.llama import check_target, targets
     from difftransformer.families.upcycle import upcycle_folder
     from difftransformer.hub import source_folder
-    from difftransformer_lab.evals.drift import measure_drift
+
+    from ..evals.drift import measure_drift
 
     if to is None and train is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(targets())}")

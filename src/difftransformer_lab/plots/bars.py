@@ -6,9 +6,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from difftransformer_lab.plots.curves import interval, labels, select
-from difftransformer_lab.plots.style import INK, colour_of, legend_above, note, panels
-from difftransformer_lab.results import Measurement, TaskResult
+from ..results import Measurement, TaskResult
+from .curves import interval, labels, select
+from .style import INK, colour_of, legend_above, note, panels
 
 _HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx")
 _ALL_BARS_WIDTH = 0.8

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from difftransformer_lab.plots.style import colour_of, legend_above, line_style, panels
-from difftransformer_lab.results import Measurement, TaskResult
+from ..results import Measurement, TaskResult
+from .style import colour_of, legend_above, line_style, panels
 
 
 def select(result: TaskResult, name: str, **at: Any) -> list[Measurement]:

@@ -7,8 +7,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.results import Curve, Grid, Measurement, TaskResult
-from difftransformer_lab.statistics import mean_and_standard_error, paired_difference
+
+from ..results import Curve, Grid, Measurement, TaskResult
+from ..statistics import mean_and_standard_error, paired_difference
 
 _WARM_UP_SHARE = 0.15
 """Losses of this first part of training may lie above the drawn range, so that the rest can be told apart."""

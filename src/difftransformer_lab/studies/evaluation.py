@@ -11,11 +11,11 @@ from difftransformer.train import Callback, Trainer
 from difftransformer.train.checkpoint import STATE_FILE, folder_of_step, read_average
 from difftransformer.train.metrics import EvaluationMetrics
 from difftransformer.train.parallel import ALONE, Processes
-from difftransformer_lab.evals.opening import open_language_model
 
 from ..evals.engine import Task
 from ..evals.evaluate import kept_or_asked
 from ..evals.models.causal import UNBOUNDED
+from ..evals.opening import open_language_model
 from ..evals.prompts.texts import TaskContext
 from ..evals.tasks import task_kind
 from ..results import TaskResult
