@@ -13,6 +13,8 @@ from transformers import (
     DiffLlamaForCausalLM,
     DiffLlamaModel,
     DynamicCache,
+    LlamaConfig,
+    LlamaModel,
     StaticCache,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -359,9 +361,9 @@ class TestInPlace:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("model", [nn.Linear(2, 2), "model", None])
+    @pytest.mark.parametrize("model", [nn.Linear(2, 2), LlamaModel(LlamaConfig(num_hidden_layers=0)), "model", None])
     def test_nothing_to_accelerate(self, model):
-        with pytest.raises(ConfigError, match="holds no model of transformers; pass one"):
+        with pytest.raises(ConfigError, match="holds no DiffLlama; pass a DiffLlamaForCausalLM"):
             accelerate(model)
 
     def test_our_own_model(self):

@@ -3,7 +3,7 @@
 * `convert_folder` moves models between layouts; the functions for attention weights convert single layers.
 * `upcycle_folder` makes a pretrained model differential without changing its function. A model of another layout than Llama's
   keeps its own class, and only its attention changes (`FAMILIES`).
-* `accelerate` runs the attention of a model of transformers on this package's operator, and `restore` undoes it.
+* `accelerate` runs the attention of transformers' DiffLlama on this package's operator, and `restore` undoes it.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,6 @@ from .._lazy import lazy_names
 
 if TYPE_CHECKING:
     from .acceleration import AcceleratedDiffLlamaAttention, accelerate, restore
-    from .attention_function import IMPLEMENTATION
     from .checkpoint_io import Converted, convert_folder
     from .conversion import LAYOUTS, Layout
     from .microsoft import load_microsoft_attention, load_microsoft_state, microsoft_attention_state, microsoft_state

@@ -1,8 +1,7 @@
-"""Run the attention of transformers' models (DiffLlama, Llama, Mistral and others) on this package's operator, in place.
+"""Run the attention of transformers' DiffLlama on this package's operator, in place.
 
-Models with softmax attention get another attention function (`attention_function.py`). The attention layers of DiffLlama get
-another class, whose forward calls `normed_differential_attention` once, where
-DiffLlama calls softmax attention twice, each time with repeated values. Parameters, state dict and cache stay the same.
+The attention layers get another class with a forward that calls `normed_differential_attention` once, where DiffLlama calls
+softmax attention twice, each time with repeated values. Parameters, state dict and cache stay the same.
 
 DiffLlama pairs heads by halves: differential head i has the maps i and H + i; key group g has the keys g and G + g and the
 value [V_g; V_(G + g)]. The operator takes each pair side by side in the last dimension. The rotation writes queries in that
@@ -12,29 +11,28 @@ than one group.
 Dimensions: B batch, T new positions, S key positions, H differential heads, G their key/value groups, D width of one map.
 """
 
-from collections.abc import Collection
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from ..attention.constants import Constants
 from ..errors import ConfigError
-from ..model import DiffTransformerPreTrainedModel
 from ..ops import apply_rotary, normed_differential_attention
 from ..ops.problem import LOW_PRECISION
-from .attention_function import IMPLEMENTATION, NOT_IN_THE_OP
 
 Module = TypeVar("Module", bound=nn.Module)
 
+# Arguments of transformers' attention functions that the operator does not support.
+NOT_IN_THE_OP = ("position_bias", "softcap", "s_aux", "head_mask", "cache")
 # Values of attn_implementation with masks that the operator can read: bool or None ("sdpa"), and additive ("eager").
 ATTN_IMPLEMENTATIONS = ("sdpa", "eager")
 
 
 def accelerate(model: Module) -> Module:
-    """Compute the attention of a model of transformers with this package's operator, until `restore(model)`.
+    """Compute the attention of a DiffLlama with this package's operator, until `restore(model)`.
 
     Outputs, gradients, state dict and caches stay the same: up to rounding in fp32, and closer to fp32 in low precision.
     Generation, training, `save_pretrained`, copies and `torch.compile` work as before. Calls that the operator does not
@@ -43,36 +41,29 @@ def accelerate(model: Module) -> Module:
     zeros, as with "sdpa"; DiffLlama's "eager" gives them a mean over all keys.
 
     Args:
-        model: Model of transformers, or a module that contains one: a DiffLlama, or a model with softmax attention and
-            attn_implementation="sdpa" that takes its attention function from transformers' table (Llama, Mistral, Qwen and
-            others). Parts with another attn_implementation, such as an encoder of images, keep it. The model is changed in
-            place; one that is accelerated already stays so.
+        model: DiffLlama of transformers with attn_implementation "sdpa" or "eager", or a module that contains one. It is
+            changed in place; one that is accelerated already stays so.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: The module contains no such model, or one whose attention layers or attn_implementation are not
+        ConfigError: The module contains no DiffLlama, or one with attention layers or an attn_implementation that are not
             supported. The model is left unchanged.
     """
-    layers = [(name, m) for name, m in _modules_of(model) if isinstance(m, DiffLlamaAttention)]
-    networks = [] if layers else _outermost(model)
-    if not layers and not networks:
+    layers = _layers_of(model)
+    if not layers:
         raise ConfigError(
-            f"accelerate: {type(model).__name__} holds no model of transformers; pass one, such as a DiffLlamaForCausalLM or a "
-            "LlamaForCausalLM (a DiffTransformer model uses the attention operator already)"
+            f"accelerate: {type(model).__name__} holds no DiffLlama; pass a DiffLlamaForCausalLM (a DiffTransformer model uses "
+            "the attention operator already, and softmax attention of other models stays transformers' own)"
         )
     for name, layer in layers:
         _check_layer(name, layer)
-    for network in networks:
-        _check_network(network)
     for _, layer in layers:
         if type(layer) is DiffLlamaAttention:
             layer.__class__ = AcceleratedDiffLlamaAttention
             init = layer.lambda_init
             layer.add_constants(layer.q_proj.weight, lambda_value=init, head_scale=1 - init)
-    for network in networks:
-        _replace(network, "sdpa", IMPLEMENTATION)
     return model
 
 
@@ -85,14 +76,17 @@ def restore(model: Module) -> Module:
     Returns:
         The model.
     """
-    for _, module in _modules_of(model):
-        if type(module) is AcceleratedDiffLlamaAttention:
-            module.__class__ = DiffLlamaAttention
-            for name in module.__dict__.pop("_numbers"):
-                delattr(module, name)
-    for network in _outermost(model):
-        _replace(network, IMPLEMENTATION, "sdpa")
+    for _, layer in _layers_of(model):
+        if type(layer) is AcceleratedDiffLlamaAttention:
+            layer.__class__ = DiffLlamaAttention
+            for name in layer.__dict__.pop("_numbers"):
+                delattr(layer, name)
     return model
+
+
+def _layers_of(model: nn.Module) -> list[tuple[str, Any]]:
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    return [(name, module) for name, module in modules if isinstance(module, DiffLlamaAttention)]
 
 
 def _check_layer(name: str, layer: DiffLlamaAttention) -> None:
@@ -107,57 +101,6 @@ def _check_layer(name: str, layer: DiffLlamaAttention) -> None:
             f"accelerate: layer {name} has attn_implementation={implementation!r}, whose masks only its own kernels can read; "
             "call model.set_attn_implementation('sdpa') first"
         )
-
-
-def _check_network(network: PreTrainedModel) -> None:
-    kind, implementation = type(network).__name__, network.config._attn_implementation
-    if not _has(network.config, ("sdpa", IMPLEMENTATION)):
-        raise ConfigError(
-            f"accelerate: {kind} has attn_implementation={implementation!r}, which may compute more than softmax attention; "
-            "call model.set_attn_implementation('sdpa') first, if the model allows it"
-        )
-    if not network._can_set_attn_implementation():
-        raise ConfigError(
-            f"accelerate: {kind} does not take its attention functions from transformers' table; only models that do can be "
-            "accelerated"
-        )
-
-
-def _replace(network: PreTrainedModel, old: str, new: str) -> None:
-    """Set attn_implementation to `new` in the parts of a model where it is `old`."""
-
-    def replaced(config: Any) -> Any:
-        own = new if config._attn_implementation == old else config._attn_implementation
-        parts = {name: replaced(part) for name, part in _parts(config).items()}
-        return {"": own, **parts} if any(part != own for part in parts.values()) else own
-
-    network.set_attn_implementation(replaced(network.config))
-
-
-def _has(config: Any, implementations: Collection[str]) -> bool:
-    """Whether a model or a part of it has one of these values of attn_implementation."""
-    own = config._attn_implementation in implementations
-    return own or any(_has(part, implementations) for part in _parts(config).values())
-
-
-def _parts(config: Any) -> dict[str, Any]:
-    """Return the configurations of a model's parts, such as its encoder of images, by name."""
-    return {name: part for name in config.sub_configs if (part := getattr(config, name)) is not None}
-
-
-def _modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(model.named_modules()) if isinstance(model, nn.Module) else []
-
-
-def _outermost(model: nn.Module) -> list[PreTrainedModel]:
-    """Return the models of transformers in a module, except those inside another one and those of this package."""
-    outermost: dict[str, PreTrainedModel] = {}
-    for name, module in _modules_of(model):
-        if isinstance(module, PreTrainedModel) and not any(
-            name.startswith(f"{outer}." if outer else "") for outer in outermost
-        ):
-            outermost[name] = module
-    return [m for m in outermost.values() if not isinstance(m, DiffTransformerPreTrainedModel)]
 
 
 class AcceleratedDiffLlamaAttention(Constants, DiffLlamaAttention):

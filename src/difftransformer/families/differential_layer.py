@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.masking_utils import sdpa_mask
 
 from ..attention import Attention, HeadLayout
 from ..attention.base import PROJECTIONS
@@ -24,7 +25,6 @@ from ..model.caches import PagedRow
 from ..ops.norms import rms_norm
 from ..ops.problem import Restrictions, bool_mask
 from ..ops.reference import weighted_values
-from .attention_function import mask
 
 IMPLEMENTATION = "difftransformer_family"
 OUTPUTS = ("o_proj", "out_proj", "dense")  # the families' names of the output projection
@@ -257,6 +257,43 @@ def attention(
         heads_BHTE = variant.attend(query_BHTX, key_BGSX, value_BGSE, head_lam, restrictions)
     heads_BTHE = variant.with_own_value(heads_BHTE, own_value).transpose(1, 2).contiguous()
     return heads_BTHE if head_gate is None else heads_BTHE * head_gate.view(heads_BTHE.shape), map_BHTS
+
+
+def mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **options: Any,
+) -> Tensor | None:
+    """Return transformers' bool mask (B, 1, T, S), or None if it is only causal and the last query sees the last key.
+
+    The arguments are those of transformers' `sdpa_mask`. The offsets are the positions of the first query and key; the
+    `attention_mask` is (B, past + T) with 0 for padding.
+    """
+    is_causal = (
+        allow_is_causal_skip
+        and isinstance(q_offset, int)
+        and q_offset + q_length == kv_offset + kv_length
+        and (local_size is None or kv_length < local_size)
+        and (attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())))
+    )
+    if is_causal:
+        return None
+    return sdpa_mask(  # type: ignore[no-any-return]
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        **options,
+    )
 
 
 def _grouped(heads: Tensor, width: int) -> Tensor:

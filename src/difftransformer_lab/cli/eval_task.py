@@ -62,7 +62,7 @@ def run(
         context_tokens: Maximum number of tokens of a row; the model's positions by default.
         batch_tokens: Maximum number of tokens of a batch.
         prefix_caching: Whether to compute a common prefix of several prompts only once.
-        accelerate: Whether to compute the attention of other models with this package's kernels, where these support it.
+        accelerate: Whether to compute the attention of a DiffLlama with this package's kernels.
         processes: Number of processes of this machine, which divide the questions; torchrun starts more machines.
         verb: The command.
         options: Options of the task; None for a suite.

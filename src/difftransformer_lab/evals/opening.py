@@ -1,14 +1,14 @@
 """Open a saved model with its tokenizer as a language model that evaluations can query."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from difftransformer.data import Tokenizer
-from difftransformer.errors import CheckpointError, ConfigError
-from difftransformer.families import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
+from difftransformer.errors import CheckpointError
+from difftransformer.families import AcceleratedDiffLlamaAttention, restore
 from difftransformer.hub import folder_sha256, open_model, open_tokenizer, source_folder
 from difftransformer.model.transformers_errors import quietly
 from difftransformer.typed import WeightsDtype
@@ -44,7 +44,7 @@ def open_language_model(
         batch_tokens: Largest number of tokens in a batch.
         context_tokens: Largest number of tokens in a row. Defaults to the model's number of positions.
         prefix_caching: Whether prompts with a common prefix compute it once.
-        accelerated: Whether to accelerate a model of another package (see `accelerate`) where that is supported.
+        accelerated: Whether a DiffLlama stays accelerated (see `accelerate`).
 
     Raises:
         CheckpointError: The model or its tokenizer is missing, damaged or cannot be opened, or the two do not match.
@@ -53,10 +53,7 @@ def open_language_model(
         theirs = open_tokenizer(folder)
         tokenizer = _text_tokenizer(theirs, folder)
         network = open_model(folder, dtype=dtype).to(device)
-        if accelerated:
-            with suppress(ConfigError):
-                accelerate(network)
-        else:
+        if not accelerated:
             restore(network)
         rows = network.get_input_embeddings().num_embeddings
         if tokenizer.vocab_size > rows:
@@ -75,7 +72,7 @@ def open_language_model(
             parameters=sum(parameter.numel() for parameter in network.parameters()),
             dtype=str(network.dtype).removeprefix("torch."),
             sha256=folder_sha256(folder),
-            kernels=IMPLEMENTATION if is_accelerated else str(network.config._attn_implementation),
+            kernels="difftransformer" if is_accelerated else str(network.config._attn_implementation),
         )
         yield OpenedModel(language_model=language_model, identity=identity)
 

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from difftransformer.attention import Attention
 from difftransformer.errors import ConfigError, EvaluationError
-from difftransformer.families import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
-from difftransformer.families.attention_function import NOT_IN_THE_OP, attention, mask
-from difftransformer.ops import observe_inputs, use_backend
+from difftransformer.families import AcceleratedDiffLlamaAttention, accelerate, restore
+from difftransformer.families.acceleration import NOT_IN_THE_OP
+from difftransformer.ops import observe_inputs, softmax_attention, use_backend
 from difftransformer.ops.reference import observe_logits, softmax_of
 
-_WRITTEN_OUT = "difftransformer_written_out"
+_ON_THE_OP = "difftransformer_op"  # an attn_implementation
 
 ObserveMaps = Callable[[int, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
 
@@ -43,22 +44,21 @@ def written_out(model: Any) -> Iterator[list[nn.Module]]:
     with ExitStack() as changes:
         if any(isinstance(module, Attention) for module in model.modules()):
             changes.enter_context(_implementation(model, "eager"))
-        elif any(isinstance(module, DiffLlamaAttention) for module in model.modules()):
+        else:
             changes.enter_context(on_the_op(model))
             changes.enter_context(use_backend("reference"))
-        else:
-            AttentionInterface.register(_WRITTEN_OUT, _attention)
-            AttentionMaskInterface.register(_WRITTEN_OUT, mask)
-            changes.enter_context(_implementation(model, _WRITTEN_OUT))
         yield _probed(model)
 
 
 @contextmanager
 def on_the_op(model: Any) -> Iterator[None]:
-    """Let a model compute attention with this package's operator, on any backend."""
+    """Let a model compute attention with this package's operator, on any backend.
+
+    Raises:
+        EvaluationError: See `written_out`.
+    """
     kinds = {type(module) for module in model.modules()}
-    is_written_out = model.config._attn_implementation == _WRITTEN_OUT  # by the operator's reference
-    if is_written_out or any(issubclass(kind, Attention) for kind in kinds):
+    if any(issubclass(kind, Attention) for kind in kinds):
         yield
     elif any(issubclass(kind, DiffLlamaAttention) for kind in kinds):
         try:
@@ -71,7 +71,9 @@ def on_the_op(model: Any) -> Iterator[None]:
             if AcceleratedDiffLlamaAttention not in kinds:
                 restore(model)
     else:
-        with _implementation(model, IMPLEMENTATION):
+        AttentionInterface.register(_ON_THE_OP, _attention)
+        AttentionMaskInterface.register(_ON_THE_OP, sdpa_mask)
+        with _implementation(model, _ON_THE_OP):
             yield
 
 
@@ -91,10 +93,11 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *rest: Any,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The operator's reference as transformers' attention function; refuses arguments that the operator does not have."""
+    """The operator as transformers' attention function; refuses arguments that the operator does not have."""
     if added := [name for name in NOT_IN_THE_OP if options.get(name) is not None]:
         raise EvaluationError(
             f"{type(module).__name__}: attention with {added[0]} is not softmax(Q K^T) V and cannot be seen from inside; "
@@ -105,8 +108,16 @@ def _attention(
             f"{type(module).__name__}: its attention mask is {attention_mask.dtype}, a bias beside Q K^T, and cannot be "
             "seen from inside; choose a model with a bool mask"
         )
-    with use_backend("reference"):
-        return attention(module, query, key, value, attention_mask, *rest, **options)
+    heads_BHTE = softmax_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None
+        and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        scale=scaling,
+    )
+    return heads_BHTE.transpose(1, 2).contiguous(), None
 
 
 @torch.no_grad()
