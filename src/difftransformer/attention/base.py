@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 QK_NORMS = ("q_norm", "k_norm")
 QK_NORM_EPS = 1e-6  # eps of the norms of queries and keys (Qwen3's)
-# transformers' name for a module whose weights every tensor-parallel process holds, with summed gradients.
+# transformers' name for a module that every tensor-parallel process holds whole, with summed gradients.
 REPLICATED = "replicated_with_grad_allreduce"
 
 
@@ -77,7 +77,7 @@ class KeyValueCache(Protocol):
 
 @dataclass(frozen=True)
 class PlainLayer:
-    """The attention layer of a pretrained Transformer, from which a variant's layer is made.
+    """The attention layer of a pretrained Transformer that a variant's layer starts from.
 
     Attributes:
         config: Configuration of the new model.
@@ -99,10 +99,10 @@ class PlainLayer:
 
 
 def head_width(embed_dim: int, num_heads: int, maps: int = 1, *, num_noise_heads: int = 0) -> int:
-    """Return the width of a map where the heads, and the noise heads beside them, divide a layer's width.
+    """Return the width of one map: embed_dim divided by the number of maps.
 
     Raises:
-        ConfigError: They do not divide it.
+        ConfigError: embed_dim is not a multiple of that number.
     """
     parts = num_heads * maps + num_noise_heads
     if num_heads < 1 or num_noise_heads < 0 or embed_dim % parts:
@@ -117,7 +117,7 @@ def head_width(embed_dim: int, num_heads: int, maps: int = 1, *, num_noise_heads
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """How one layer's projections divide into heads. A variant whose heads divide otherwise subclasses it.
+    """How one layer's projections divide into heads. Variants that divide them otherwise subclass it.
 
     Attributes:
         num_heads: H, heads of the op.
@@ -126,7 +126,7 @@ class HeadLayout:
         query_maps: Softmax maps of a head, 1 or 2; a head's query has query_maps * D values.
         key_maps: Keys of a head, 1 (shared by the maps) or 2.
         value_head_dim: E, width of a head's value and output.
-        output_gate: Whether gate_proj, of as many rows as o_proj has columns, scales the heads.
+        output_gate: Whether there is a gate_proj to scale the heads, with as many rows as o_proj has columns.
     """
 
     num_heads: int
@@ -176,7 +176,7 @@ class HeadLayout:
 
     @property
     def heads_per_second_map(self) -> int:
-        """Number of heads that share one second map, each of which passes it to the op again."""
+        """Number of heads that share one second map. The op gets that map once for each of them."""
         return 1
 
     def projection_parameters(self, hidden_size: int) -> int:
@@ -245,11 +245,11 @@ class Attention(nn.Module):
         description: The variant in a few words, for model cards.
         tags: Tags of a model card.
         config_options: Fields that the variant adds to a model's configuration.
-        fp32_parameters: Names of parameters that stay in fp32 whatever dtype the model is loaded in (see `kept_in_fp32`); the
-            optimizer of `difftransformer.train` takes them for vectors, of whatever shape, which do not decay.
+        fp32_parameters: Names of parameters that stay in fp32 whatever dtype the model is loaded in (see `kept_in_fp32`).
+            `difftransformer.train` treats them as vectors, whatever their shape: they have no weight decay.
         can_upcycle: Whether a layer can start as a pretrained Transformer's, computing the same function.
-        context_group: The processes that share each sequence, if more than this one: hidden states are then consecutive parts
-            of it, while restrictions describe the whole, and each process attends with some of the heads.
+        context_group: Processes that divide each sequence among them, or None. Hidden states are then consecutive parts of
+            the sequence, restrictions describe the whole, and each process attends with some of the heads.
     """
 
     name: ClassVar[str]
@@ -273,7 +273,8 @@ class Attention(nn.Module):
     def kept_in_fp32(cls) -> tuple[str, ...]:
         """Return `fp32_parameters`, or none of them under FSDP1, which flattens the parameters of a layer to one tensor.
 
-        accelerate and transformers name it in the environment. What is computed with these parameters is computed in fp32.
+        The environment variables of accelerate and transformers tell whether it is FSDP1. Computations with these parameters
+        are in fp32 in any case.
         """
         fsdp, version = os.environ.get("ACCELERATE_USE_FSDP", ""), os.environ.get("FSDP_VERSION", "1")
         return () if fsdp.lower() == "true" and version == "1" else cls.fp32_parameters
@@ -345,7 +346,7 @@ class Attention(nn.Module):
 
     @classmethod
     def own_parameters(cls, config: AttentionConfig) -> int:
-        """Count by formula the parameters that a layer has besides its projections and its norms of queries and keys."""
+        """Count by formula a layer's parameters other than its projections and its norms of queries and keys."""
         return 0
 
     @classmethod
@@ -365,12 +366,12 @@ class Attention(nn.Module):
 
     @classmethod
     def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options with which a pretrained Transformer's model keeps its function, beside those chosen."""
+        """Return the options, beside the chosen ones, that keep the function of a pretrained Transformer."""
         return {}
 
     @classmethod
     def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
-        """Make the parameter `name` of a layer that computes what a pretrained Transformer's layer computes."""
+        """Make the parameter `name` of a layer with the same function as a pretrained Transformer's layer."""
         return plain.read(name)
 
     def own_parameter_names(self) -> list[str]:
@@ -378,10 +379,9 @@ class Attention(nn.Module):
         return [name for name, _ in self.named_parameters() if name.partition(".")[0] not in PROJECTIONS]
 
     def head_lam(self, hidden: Tensor) -> Tensor | float | None:
-        """Return the lambda with which these hidden states (B, T, M) attend; None without a second map.
+        """Return lambda for hidden states (B, T, M): a number or a tensor (), (H,) or (B, H, T); None without a second map.
 
-        It is a number, or a tensor of shape (), (H,) or (B, H, T), as the op takes it. Probes and families of other models also
-        call this, without a forward, so it depends on nothing but `hidden` and parameters.
+        Probes and families of other models call this outside a forward, so it must depend on `hidden` and parameters alone.
         """
         return None
 
@@ -400,11 +400,11 @@ class Attention(nn.Module):
         return self.finish(attend(query, key, value, lam, restrictions, backend=self.backend))
 
     def finish(self, heads: Tensor) -> Tensor:
-        """Compute what follows the op before the output projection, from and to (B, H, T, E)."""
+        """Process the heads (B, H, T, E) between the op and the output projection; same shape."""
         return heads
 
     def with_own_value(self, heads: Tensor, value: Tensor | None) -> Tensor:
-        """Change finished heads (B, H, T, E) by their tokens' own values (B, G, T, E), which are None in cross-attention."""
+        """Change finished heads (B, H, T, E) by each token's own value (B, G, T, E), None in cross-attention."""
         return heads
 
     def head_gate(self, hidden: Tensor) -> Tensor | None:
@@ -423,9 +423,9 @@ class Attention(nn.Module):
         return first_BHTS - lam * second_BHTS[0]
 
     def local_part(self, of_heads: Tensor | range, local_heads: int) -> Any:
-        """Return the part of one value for each head that belongs to the heads with which this process attends.
+        """Select this process's heads from numbers by head.
 
-        These are all of them, unless processes share the projections (tensor parallelism) or the sequence.
+        A process has all heads unless processes divide the projections (tensor parallelism) or the sequence among them.
         """
         if local_heads == self.layout.num_heads:
             return of_heads
@@ -441,11 +441,11 @@ class Attention(nn.Module):
         return of_heads[place * local_heads : (place + 1) * local_heads]
 
     def lam(self) -> Tensor | None:
-        """Return the layer's lambda now, one number or one for each head; None without one, or where it is by token."""
+        """Return the current lambda, one number or one for each head; None without lambda or with one for each token."""
         return None
 
     def init_own_parameters(self, normal_: Any = nn.init.normal_) -> None:
-        """Initialise the parameters that are neither projections nor norms. `normal_(tensor, mean, std)` fills in place."""
+        """Initialise the parameters other than projections and norms. `normal_(tensor, mean, std)` fills in place."""
 
     def mimetic_output(self, value: Tensor) -> Tensor:
         """Return o_proj's weight of a mimetic start (arXiv:2305.09828): the transpose of v_proj's, so that W_O W_V is positive.
@@ -503,7 +503,7 @@ class Attention(nn.Module):
 
         Raises:
             ShapeError: the last dimension of hidden or context is not M.
-            ConfigError: a keyword is unknown, such as those of nn.MultiheadAttention, for which the message names ours.
+            ConfigError: a keyword is unknown. For keywords of nn.MultiheadAttention, the message names ours.
         """
         if theirs:
             raise ConfigError(
@@ -576,6 +576,6 @@ class Attention(nn.Module):
 
 
 def _divided(features: Tensor, width: int) -> Tensor:
-    """Return (B, T, heads, width) of however many heads this process holds, which -1 could not tell without any tokens."""
+    """View features (B, T, heads * width) as (B, T, heads, width)."""
     batch, length, *rest = features.shape
-    return features.view(batch, length, math.prod(rest) // width, width)
+    return features.view(batch, length, math.prod(rest) // width, width)  # -1 would fail without tokens

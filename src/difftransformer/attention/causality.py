@@ -12,10 +12,10 @@ from ..ops.problem import LOW_PRECISION
 from ..progress import report
 
 EVERY_POSITION = 512
-"""Up to here every position is tried; after it those beside the borders of tiles of 16 tokens, and so of larger ones."""
+"""Every position up to this one is tried, then the positions beside the borders of tiles of 16 tokens (and of larger tiles)."""
 TILE = 16
-_ALONE = 16  # positions whose tokens before them are given alone; what depends on the length does so everywhere
-# Of inputs, and of outputs: a CPU gets larger blocks of memory anew from the system each time, and clears them.
+_ALONE = 16  # number of prefixes given alone; outputs that depend on the length do so at every position
+# Limits of a batch's inputs and outputs: a CPU gets larger blocks of memory from the system each time, and clears them.
 _BATCH_TOKENS, _BATCH_NUMBERS = 4096, 2**22
 # Largest change that rounding explains, in standard deviations of the outputs.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -39,11 +39,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Causality:
-    """What `check_causality` found.
+    """Result of `check_causality`.
 
     Attributes:
-        changed: Outputs before a position when all tokens from it on were replaced.
-        alone: Outputs of the tokens before a position by themselves, against those in the whole input.
+        changed: Largest change of outputs before a position when all tokens from the position on are replaced.
+        alone: Largest change of outputs before a position when the tokens before it are given alone.
         tolerance: Largest change that counts as rounding, in standard deviations of the outputs.
         positions: Number of positions that were tried.
     """
@@ -84,15 +84,15 @@ def check_causality(
         model: A function of a batch of inputs that returns a tensor (B, T, ...), or an output of transformers with `logits` or
             `last_hidden_state`, or a tuple that begins with such a tensor. Modules must be in evaluation mode.
         inputs: (B, T) token ids or (B, T, C) numbers, T at least 2.
-        vocabulary: Number of token ids to draw from. None means those up to the largest id of the inputs.
-        positions: Positions to try, from 1 to T - 1. None means all up to 512, and then those beside each 16th.
+        vocabulary: Number of token ids to draw from. None means the largest id of the inputs + 1.
+        positions: Positions to try, from 1 to T - 1. None means all up to 512, then those beside every 16th.
         tolerance: Largest change that counts as rounding, in standard deviations of the outputs. None means 1e-9 in
             float64, 1e-4 in float32 and 0.05 below.
         seed: Seed of the replacements.
 
     Raises:
         EvaluationError: Inputs or positions have other shapes or values, outputs have other shapes or are not finite,
-            or two equal calls differ, as those of a module with dropout do.
+            or two equal calls differ, as with dropout.
     """
     length = _check_inputs(inputs, vocabulary)
     tried = _positions(length) if positions is None else list(positions)
@@ -173,7 +173,7 @@ def _largest(changes: list[Change]) -> Change:
 
 
 def _change(whole: Tensor, others: Tensor, positions: list[int], spread: float) -> Change:
-    """Compare outputs (B, T, ...) with those of other inputs (N B, T, ...), of each before its one of N positions."""
+    """Compare outputs (B, T, ...) with N other batches of outputs (N B, T, ...), batch n before position n."""
     last = max(positions)
     others, whole = others.unflatten(0, (len(positions), -1))[:, :, :last], whole[:, :last]
     if whole.dtype in LOW_PRECISION:

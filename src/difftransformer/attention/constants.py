@@ -10,17 +10,17 @@ Number = float | tuple[int, ...]
 
 
 class Constants(nn.Module):
-    """A module whose numbers are buffers: in fp32, in float64 where the module is, whole numbers in int64.
+    """A module that holds numbers as buffers: in fp32 (float64 in a float64 module), whole numbers in int64.
 
-    torch.compile takes a module's own numbers for constants, so that every layer would be compiled anew, and those after the
-    eighth not at all. State dicts do not hold the buffers. They keep their exact values whatever casts or fills buffers:
-    `.to(torch.bfloat16)`, `to_empty`, `from_pretrained`. To change one, assign a number to it.
+    torch.compile treats Python numbers of a module as constants: it would compile every layer anew, and none after the eighth.
+    State dicts do not hold the buffers. Casts and fills (`.to(torch.bfloat16)`, `to_empty`, `from_pretrained`) leave their
+    values exact. To change one, assign a number to it.
     """
 
     _numbers: dict[str, Number]
 
     def add_constants(self, like: Tensor | None = None, **numbers: Number | None) -> None:
-        """Register a buffer for each of these numbers, or None; `like` has its device and dtype, if not the default ones."""
+        """Register a buffer for each number, or None for None, with the device and dtype of `like` if it is given."""
         known = self.__dict__.setdefault("_numbers", {})
         like = torch.empty(0) if like is None else like
         if like.is_meta:  # there are no values; a number in CPU memory serves every device
@@ -31,7 +31,7 @@ class Constants(nn.Module):
             self.register_buffer(name, None if number is None else _exact(number, like), persistent=False)
 
     def constant(self, name: str, like: Tensor) -> Tensor:
-        """Return the buffer, or its number if FSDP1 has cast it in place, or for float64 where the buffer is not."""
+        """Return the buffer, or the exact number anew if FSDP1 has cast the buffer in place or `like` alone is float64."""
         buffer: Tensor = getattr(self, name)
         is_exact = buffer.dtype == torch.float64 or (buffer.dtype == torch.float32 and like.dtype != torch.float64)
         return buffer if is_exact else _exact(self._numbers[name], like)

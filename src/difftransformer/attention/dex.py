@@ -1,4 +1,4 @@
-"""Differential extension (DEX): softmax attention whose heads subtract a learned map of their own output."""
+"""Differential extension (DEX): softmax attention where heads subtract a learned map of their own output."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -119,7 +119,7 @@ class DifferentialExtension(SoftmaxAttention):
         return self.dex_lambda
 
     def finish(self, heads_BHTE: Tensor) -> Tensor:
-        """Return O - lambda O W_D on the chosen heads, O on the others."""
+        """Return O - lambda O W_D for the chosen heads and O for the rest."""
         lam: Tensor = self.dex_lambda
         proj: Tensor = self.dex_proj
         index, part_BHTE = self.dex_index, heads_BHTE

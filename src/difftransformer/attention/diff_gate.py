@@ -1,4 +1,4 @@
-"""DIFF V1 with an output gate: its normalised heads, scaled by a sigmoid of the hidden states."""
+"""DIFF V1 with an output gate: the normalised heads are scaled by a sigmoid of the hidden states."""
 
 from typing import ClassVar
 
@@ -7,9 +7,9 @@ from .output_gate import OutputGate
 
 
 class GatedDifferentialAttention(OutputGate, Differential):
-    """`DifferentialAttention` whose heads, after the norm, are multiplied by sigmoid(X W_G) (arXiv:2505.06708).
+    """`DifferentialAttention` with heads multiplied by sigmoid(X W_G) after the norm (arXiv:2505.06708).
 
-    Arguments are those of `DifferentialAttention`.
+    Takes the arguments of `DifferentialAttention`.
     """
 
     name: ClassVar[str] = "diff_gate"

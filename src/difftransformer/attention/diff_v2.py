@@ -14,7 +14,7 @@ class DifferentialAttentionV2(Differential):
     There are as many heads, keys and values as in the Transformer, so the cache is the same, and twice as many queries: W_Q
     doubles, and a projection of lambda is added. lambda is one number for each token and head. There is no headwise norm.
 
-    Arguments are those of `DifferentialAttention`, but num_heads is H, as many as the twin has, head_dim None means
+    Takes the arguments of `DifferentialAttention`, with num_heads as in the same-size Transformer. head_dim None means
     embed_dim / H, and value_head_dim None means D.
 
     Raises:

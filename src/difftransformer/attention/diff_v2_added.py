@@ -1,4 +1,4 @@
-"""DIFF V2 whose maps are added: what its second map and its lambda do without subtraction."""
+"""DIFF V2 with added maps, a control: a second map and lambda without subtraction."""
 
 from typing import Any, ClassVar
 
@@ -14,8 +14,8 @@ class AddedDifferentialAttentionV2(Differential):
 
     head = (softmax(Q1 K^T / sqrt(D)) + sigmoid(X w) softmax(Q2 K^T / sqrt(D))) V
 
-    Everything else is V2's. The other forms of lambda add where lambda_value is negative, so they are refused here. Arguments
-    are those of `DifferentialAttentionV2`.
+    Everything else is as in `DifferentialAttentionV2`. Other forms of lambda are refused: they add with a negative
+    lambda_value.
 
     Raises:
         ConfigError: lambda_form is not "token".

@@ -7,9 +7,9 @@ from .own_value import WithoutOwnValue
 
 
 class ExclusiveDifferentialAttention(WithoutOwnValue, Differential):
-    """`DifferentialAttention` whose heads, after the norm, lose their part along their own value (arXiv:2603.09078).
+    """`DifferentialAttention` with heads that lose their part along their own value after the norm (arXiv:2603.09078).
 
-    Arguments are those of `DifferentialAttention`.
+    Takes the arguments of `DifferentialAttention`.
     """
 
     name: ClassVar[str] = "diff_xsa"

@@ -35,7 +35,7 @@ def lambda_init(layer_index: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class DifferentialOptions:
-    """The choices in which differential layers differ; None leaves a choice to the variant.
+    """Options of differential layers; None takes the variant's default.
 
     Attributes:
         lambda_form: "layer", one number for the layer by eq. 2; "head", the same with vectors for each head; "scalar", a
@@ -80,14 +80,14 @@ class DifferentialOptions:
             raise ConfigError("head_scale=0 gives heads of zero; use another number")
 
     def over(self, defaults: "DifferentialOptions") -> "DifferentialOptions":
-        """Return these choices, with the defaults for those that are None."""
+        """Return a copy with the defaults in place of None."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return DifferentialOptions(
             **{name: getattr(defaults, name) if value is None else value for name, value in chosen.items()}
         )
 
     def constants(self, layer_index: int) -> tuple[float, float]:
-        """Return the constant term of lambda, and the factor of each head, of a layer; every choice but these is made."""
+        """Return a layer's constant term of lambda and factor of each head. All other options must be set."""
         init = lambda_init(layer_index) if self.lambda_init is None else self.lambda_init
         scale = self.head_scale
         if scale is None:
@@ -104,14 +104,13 @@ class Differential(NormedAttention):
 
     Rows of q_proj and, with own keys, of k_proj are ordered (head, map, D). In grouped-query attention each map keeps its own
     key. Lambda vectors stay in fp32 whatever dtype the module is cast to: in bf16 the rounding of their dot products would be
-    as large as what they learn.
+    as large as the changes that they learn.
 
     A model's configuration may set num_differential_heads and num_differential_key_value_heads, where they do not follow from
     the Transformer's heads, and value_head_dim, head_norm_eps and the fields of `DifferentialOptions`.
 
-    Arguments are those of `DifferentialAttention`, and further ones of the variant's `heads`. For a variant in which
-    `twin_heads` heads of the Transformer make one, head_dim None means embed_dim / (H twin_heads), and value_head_dim None
-    twin_heads D.
+    Takes the arguments of `DifferentialAttention` and of the variant's `heads`. head_dim None means
+    embed_dim / (H twin_heads), and value_head_dim None means twin_heads D.
     """
 
     config_options: ClassVar[dict[str, Option]] = {
@@ -177,7 +176,7 @@ class Differential(NormedAttention):
 
     @classmethod
     def options_of(cls, config: AttentionConfig) -> DifferentialOptions:
-        """Return the choices of a configuration, with the variant's defaults for those it leaves open."""
+        """Return the options of a configuration, with the variant's defaults where it sets none."""
         chosen = {field.name: cls.option(config, field.name) for field in fields(DifferentialOptions)}
         return DifferentialOptions(**chosen).over(cls.defaults)
 
@@ -205,7 +204,7 @@ class Differential(NormedAttention):
 
     @classmethod
     def layout_of(cls, config: AttentionConfig) -> HeadLayout:
-        """Make each `twin_heads` heads of the Transformer one differential head, unless the configuration sets their number.
+        """Turn every `twin_heads` heads of the Transformer into one differential head, unless the configuration says otherwise.
 
         Raises:
             ConfigError: an odd number of heads, or a head_dim that is already halved.
@@ -309,7 +308,7 @@ class Differential(NormedAttention):
             normal_(tensor, mean=0.0, std=0.0 if name == LAMBDA_OFFSET else LAMBDA_STD)
 
     def lam(self) -> Tensor | None:
-        """Return the layer's lambda now (arXiv:2410.05258 eq. 2): 0-dim or (H,), fp32 or float64; None where it is by token."""
+        """Return the current lambda (arXiv:2410.05258 eq. 2), 0-dim or (H,), fp32 or float64; None with one for each token."""
         form = self.options.lambda_form
         if form == "token":
             return None
@@ -324,11 +323,11 @@ class Differential(NormedAttention):
         q1, k1, q2, k2 = self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
         if q1.dtype in LOW_PRECISION:
             q1, k1, q2, k2 = q1.float(), k1.float(), q2.float(), k2.float()
-        # Not q1.dot(k1), whose last bit depends on the memory addresses of the vectors.
+        # Not q1.dot(k1): its last bit depends on the memory addresses of the vectors.
         return (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.constant("lambda_value", q1)
 
     def head_lam(self, hidden: Tensor) -> Tensor:
-        """Return lam(), or (B, H, T) where it is by token."""
+        """Return `lam()`, or lambda for each token, (B, H, T)."""
         if self.options.lambda_form == "token":
             projected = self.lambda_proj(hidden).transpose(1, 2)
             return torch.sigmoid(projected.float() if projected.dtype in LOW_PRECISION else projected)

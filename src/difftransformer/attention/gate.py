@@ -11,7 +11,7 @@ class GatedAttention(OutputGate, SoftmaxAttention):
 
     output = (sigmoid(X W_G) * concat(softmax(Q K^T / sqrt(D)) V)) W_O
 
-    W_G has as many numbers as W_O. Arguments are those of `SoftmaxAttention`.
+    W_G has as many numbers as W_O. Takes the arguments of `SoftmaxAttention`.
     """
 
     name: ClassVar[str] = "gate"

@@ -53,8 +53,8 @@ class GroupedDifferentialAttention(SharedNoise):
         g = h // (H / G) its key/value head, and j' = j // (N / min(G, N)) the noise head's key
     output = concat((1 - lambda_init) RMSNorm(head)) W_O
 
-    lambda, the norm and the value of 2 D are those of DIFF V1. With N = H this is V1. Rows of q_proj are ordered (noise head,
-    H / N signal queries and the noise query, D), those of k_proj (noise key, its signal keys and the noise key itself, D).
+    lambda, the norm and the value of 2 D are as in DIFF V1. With N = H this is V1. Rows of q_proj are ordered (noise head,
+    H / N signal queries and the noise query, D), and rows of k_proj (noise key, its signal keys and the noise key itself, D).
 
     A configuration's num_attention_heads is H + N and its num_key_value_heads is the number of keys, G + min(G, N), so W_Q and
     W_K have the shapes of the same-size Transformer. Values are wider, 2 D for every signal head: with n heads and k key/value
@@ -73,7 +73,7 @@ class GroupedDifferentialAttention(SharedNoise):
         num_key_value_heads: G; None means H.
         head_dim: D, width of one map; None means embed_dim / (H + N).
         value_head_dim: E; None means 2 D.
-        **others: As in `DifferentialAttention`. Norms of queries and keys are those of noise heads too.
+        **others: As in `DifferentialAttention`. Noise heads have the norms of queries and keys too.
 
     Raises:
         ConfigError: The heads do not divide embed_dim or into whole groups, or the variant does not have an option.
@@ -88,7 +88,7 @@ class GroupedDifferentialAttention(SharedNoise):
 
     @classmethod
     def groups_of(cls, config: AttentionConfig, signal: int, noise: int) -> int:
-        """Return the G for which the number of keys, G + min(G, N), is the Transformer's."""
+        """Return G such that the number of keys, G + min(G, N), equals the Transformer's."""
         keys = config.num_key_value_heads
         groups = keys - noise if keys > 2 * noise else keys // 2
         whole = groups + min(groups, noise) == keys and groups > 0 and signal % groups == 0
@@ -127,7 +127,7 @@ class GroupedDifferentialAttention(SharedNoise):
         return torch.cat((heads, heads[:, :1]), 1).flatten(0, 2)
 
     def op_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pair every signal head with a copy of its noise head, which makes queries (B, H, T, 2 D) and keys (B, G, S, 2 D)."""
+        """Pair every signal head with a copy of its noise head: queries (B, H, T, 2 D) and keys (B, G, S, 2 D)."""
         layout = self.layout
         values = layout.value_width // layout.value_head_dim
         if values > 1:

@@ -37,11 +37,12 @@ class GroupedDifferentialAttentionV2(OutputGate, SharedNoise):
 
     A noise head and its signal heads read one key and one value, so G divides N. lambda is one number for each token and
     signal head, and there is no headwise norm. With N = H and without the gate this is DIFF V2. Rows of q_proj are ordered
-    (noise head, H / N signal queries and the noise query, D), those of lambda_proj and gate_proj by signal head.
+    (noise head, H / N signal queries and the noise query, D), and rows of lambda_proj and gate_proj by signal head.
 
     Motif 3 forms queries, keys and values from latent vectors (multi-head latent attention) and its gate from the queries'
     latent, with rotary embedding of a part of each head. Here all of them are projections of the hidden states, and whole
-    heads are rotated, as in the other variants. How weights start is not published: they start as all others.
+    heads are rotated, as in the other variants. Its initialisation is not published; weights start as in the other
+    variants.
 
     A configuration's num_attention_heads is H + N, so W_Q has the size of the same-size Transformer's. G is its number of
     key/value heads where that divides N, else the greatest number that divides both. W_O and W_G have H D M numbers each.
@@ -49,8 +50,8 @@ class GroupedDifferentialAttentionV2(OutputGate, SharedNoise):
     Args:
         output_gate: Whether to scale the heads by sigmoid(X W_G).
 
-    num_key_value_heads None means N, and value_head_dim None D. The other arguments are those of
-    `GroupedDifferentialAttention`.
+    Other arguments are as in `GroupedDifferentialAttention`, but num_key_value_heads None means N, and value_head_dim None
+    means D.
     """
 
     layout: SharedKeyLayout
@@ -63,7 +64,7 @@ class GroupedDifferentialAttentionV2(OutputGate, SharedNoise):
 
     @classmethod
     def groups_of(cls, config: AttentionConfig, signal: int, noise: int) -> int:
-        """Return the greatest number of keys that both the Transformer and the noise heads have a multiple of."""
+        """Return the greatest common divisor of the Transformer's keys and the noise heads."""
         return math.gcd(config.num_key_value_heads, noise)
 
     @classmethod
@@ -72,7 +73,7 @@ class GroupedDifferentialAttentionV2(OutputGate, SharedNoise):
         return super().upcycled_options(config, chosen) | {"num_noise_heads": config.num_attention_heads}
 
     def op_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pair every signal query with a copy of its noise query, which makes queries (B, H, T, 2 D)."""
+        """Pair every signal query with a copy of its noise query: queries (B, H, T, 2 D)."""
         return paired(query, self.layout.head_dim), key, value
 
     def mimetic_key(self, query: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention whose heads may be normalised and scaled before the output projection."""
+"""Attention with an optional norm and factor of each head before the output projection."""
 
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -20,8 +20,8 @@ HEAD_NORM_EPS = 1e-5  # eps of the headwise norm (the paper's code)
 class HeadwiseRMSNorm(RMSNorm):
     """The norm of each head's output, factor * RMSNorm(head) * weight (arXiv:2410.05258 eq. 3).
 
-    The attention operator fuses it, so this module calls what computes the norm. Hooks that load or gather its weight, such as
-    those of accelerate, DeepSpeed and FSDP, then run before the weight is read.
+    The attention operator fuses the norm, so this module calls the operator. Hooks that load or gather the weight (accelerate,
+    DeepSpeed, FSDP) then run before the weight is read.
     """
 
     def forward(  # type: ignore[override]
@@ -36,7 +36,7 @@ class NormedAttention(Constants, Attention):
 
     Attributes:
         head_norm: The norm of each head's output, or None.
-        head_scale: Number that each head's output is multiplied by, after the norm if there is one; None for 1.
+        head_scale: Factor of each head's output, after the norm if there is one; None for 1.
     """
 
     head_norm: HeadwiseRMSNorm | None

@@ -1,4 +1,4 @@
-"""Keywords that other attention layers take, and what to write here in their place."""
+"""Keywords of other attention layers, and our keywords for them."""
 
 import inspect
 from collections.abc import Iterable
@@ -67,7 +67,7 @@ def check_arguments(kind: type, base: type, given: Iterable[str]) -> None:
 
     Args:
         kind: The class.
-        base: The base of all layers, whose constructor counts where no class below it has one.
+        base: The base of all layers. Its constructor counts where no class below it has one.
         given: Names of the arguments.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Attention whose heads are scaled by a sigmoid gate before the output projection."""
+"""Attention with a sigmoid gate of the heads before the output projection."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,13 +10,13 @@ from .base import Attention, AttentionConfig, PlainLayer
 
 
 class OutputGate(Attention):
-    """Base of the variants with an output gate, which stands before the class of their heads.
+    """Mixin of the variants with an output gate; it comes first among their bases.
 
     output = (sigmoid(X W_G) * concat(head)) W_O, one factor for every number of every head (arXiv:2505.06708, its gate after
     the attention, elementwise and of each head's own). X are the hidden states of the queries. A headwise norm comes before it.
 
     Args:
-        output_gate: Whether there is a gate; in a configuration, a field of the variants that leave the choice.
+        output_gate: Whether there is a gate. Variants with a choice have this field in their configuration.
     """
 
     def __init__(self, *arguments: Any, output_gate: bool = True, **options: Any) -> None:
@@ -48,7 +48,7 @@ class OutputGate(Attention):
 
     @classmethod
     def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
-        """Let the gate start at sigmoid(0) = 1/2, for which W_O doubles."""
+        """Start the gate at sigmoid(0) = 1/2, and double W_O."""
         if name == "gate_proj.weight":
             return plain.zeros(shape)
         made = super().upcycled(name, shape, plain)

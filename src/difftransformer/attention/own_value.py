@@ -1,4 +1,4 @@
-"""Attention whose heads leave out what lies along the value of their own token."""
+"""Attention with heads that leave out their part along the value of their own token."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from .base import Attention
 
 
 class WithoutOwnValue(Attention):
-    """Base of the variants with exclusive self-attention, which stands before the class of their heads.
+    """Mixin of the variants with exclusive self-attention; it comes first among their bases.
 
     head_i' = head_i - (head_i . v_i) v_i / |v_i|^2, v_i the value of token i itself in the head's group (arXiv:2603.09078)
 

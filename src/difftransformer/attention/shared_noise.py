@@ -1,4 +1,4 @@
-"""What the variants share whose signal heads subtract the maps of few noise heads."""
+"""Base of the variants where many signal heads subtract the maps of few noise heads."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SIGNAL_HEADS_PER_NOISE_HEAD = (4, 3)  # among the best ratios of arXiv:2510.0694
 
 @dataclass(frozen=True, kw_only=True)
 class SharedNoiseLayout(HeadLayout):
-    """Heads of which H / N consecutive ones share a second map.
+    """Heads where every H / N consecutive ones share a second map.
 
     Rows of q_proj are N groups of H / N first queries and the second query that they share.
 
@@ -54,7 +54,7 @@ class SharedNoiseLayout(HeadLayout):
 class SharedNoise(Differential):
     """Base of the variants with noise heads. A configuration's num_attention_heads is H + N.
 
-    Arguments are those of `GroupedDifferentialAttention`, and the variant says what None means.
+    Takes the arguments of `GroupedDifferentialAttention`. Each variant documents what None means.
     """
 
     layout: SharedNoiseLayout
@@ -74,7 +74,7 @@ class SharedNoise(Differential):
         value_head_dim: int | None,
         num_noise_heads: int | None = None,
     ) -> SharedNoiseLayout:
-        """Return the layout of H signal heads, N noise heads and G key/value heads; H of them, or N where maps share keys.
+        """Return the layout of H signal heads, N noise heads and G key/value heads (by default H, or N where maps share keys).
 
         Raises:
             ConfigError: the variant does not have one of the options.

@@ -13,8 +13,7 @@ class SoftmaxAttention(NormedAttention):
     It has Llama's form: no bias, rotary embedding, grouped keys and values. As a control for the Differential Transformer it
     can have that model's headwise norm, without a factor (arXiv:2410.05258 Table 6, third row).
 
-    In a configuration the norm is `softmax_head_norm`, since `head_norm` describes the differential model of which this one
-    may be the twin.
+    In a configuration the norm is `softmax_head_norm`, because `head_norm` describes the differential model.
 
     Args:
         embed_dim: M, width of the hidden states.

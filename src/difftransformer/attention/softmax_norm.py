@@ -1,4 +1,4 @@
-"""Softmax attention with DIFF's headwise norm: what the norm does without a second map."""
+"""Softmax attention with DIFF's headwise norm, a control: the norm without a second map."""
 
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ from .softmax import SoftmaxAttention
 class NormedSoftmaxAttention(SoftmaxAttention):
     """`SoftmaxAttention` with head_norm="gain", the headwise RMSNorm of DIFF V1 (arXiv:2410.05258 Table 6, third row).
 
-    Its gain of D numbers is shared by the heads, and there is no factor. Arguments are those of `SoftmaxAttention`.
+    The heads share one gain of D numbers, and there is no factor. Takes the arguments of `SoftmaxAttention`.
     """
 
     name: ClassVar[str] = "softmax_norm"

@@ -12,7 +12,7 @@ class ExclusiveSelfAttention(WithoutOwnValue, SoftmaxAttention):
     head_i = y_i - (y_i . v_i) v_i / |v_i|^2, y = softmax(Q K^T / sqrt(D)) V
     output = concat(head) W_O
 
-    Parameters and cache are the Transformer's. Arguments are those of `SoftmaxAttention`.
+    Parameters and cache are as in the Transformer. Takes the arguments of `SoftmaxAttention`.
     """
 
     name: ClassVar[str] = "xsa"

@@ -69,8 +69,8 @@ def observe_inputs(observer: InputsObserver) -> Iterator[None]:
 def observe_max_logits() -> Iterator[list[Tensor]]:
     """Collect the largest logits of every attention call inside the block, (maps, H) each, as `max_logits` returns them.
 
-    Backends do not know them, so each call forms its logits once more, some rows at a time. Like `observe_inputs`, of which
-    this is a use, the block must begin before `torch.compile` traces the model.
+    Backends do not return logits, so each call computes them once more, some rows at a time. As with `observe_inputs`, enter
+    the block before `torch.compile` traces the model.
     """
     largest: list[Tensor] = []
     with observe_inputs(
@@ -123,8 +123,8 @@ def differential_attention(
         kv_lengths: (B,) int32 or int64; row b attends only to keys j < kv_lengths[b] (partly filled caches, right
             padding). Causal masks and windows then align to it: row b's last query sees key kv_lengths[b] - 1. A causal
             call over whole right-padded sequences (T == S) needs no kv_lengths: no real query sees the padding.
-        cu_seqlens: (N + 1,) int32 or int64, rising from 0 to T: packed documents (B = 1, T = S), each of which attends
-            only to itself.
+        cu_seqlens: (N + 1,) int32 or int64, rising from 0 to T: packed documents (B = 1, T = S); each attends only to
+            itself.
         backend: "auto" or a name of `backend_names()`. A named backend is used, or the call raises an error.
 
     Returns:
@@ -157,13 +157,13 @@ def normed_differential_attention(
 
         factor * RMSNorm((softmax(s Q1 K1^T) - lam softmax(s Q2 K2^T)) V) * weight
 
-    The fused pass normalises each head before it is rounded to the value's dtype. The arguments that are not listed here,
-    the result and the errors are those of `differential_attention`.
+    The fused pass normalises each head before it is rounded to the value's dtype. Other arguments, the result and the errors
+    are as in `differential_attention`.
 
     Args:
         weight: (E,), the gain of the norm, shared by the heads; None for 1.
         eps: Added to the mean square.
-        factor: (1 - lambda_init) in the paper; a float, or a 0-dim tensor, to which no gradient flows.
+        factor: (1 - lambda_init) in the paper; a float or a 0-dim tensor. No gradient flows to it.
     """
     _refuse_none(lam)
     norm = (weight, eps, factor)
@@ -195,8 +195,8 @@ def attention_maps(
 ) -> tuple[Tensor, Tensor]:
     """Both maps of differential attention, for analysis: A1 = softmax(s Q1 K1^T) and A2 = softmax(s Q2 K2^T).
 
-    The output of `differential_attention`, whose arguments these are, is (A1 - lam A2) V (arXiv:2410.05258 eq. 1).
-    The maps take O(n^2) memory.
+    `differential_attention` returns (A1 - lam A2) V for the same arguments (arXiv:2410.05258 eq. 1). The maps take O(n^2)
+    memory.
 
     Returns:
         A1 and A2, (B, H, T, S) each, in fp32 (float64 for float64 inputs). Rows sum to 1, or to 0 where a query may
@@ -231,19 +231,19 @@ def max_logits(
     scale: float | None = None,
     **which: Unpack[RestrictionKeywords],
 ) -> Tensor:
-    """The largest logit s q k of each map and head, over the batch and the pairs that may attend: what QK-Clip watches.
+    """The largest logit s q k of each map and head, over the batch and all allowed pairs, as QK-Clip needs it.
 
-    It takes one product of queries and keys and O(n) memory, and does not depend on a backend. No gradient flows to it. The
-    arguments that are not listed here are those of `attention_maps`.
+    It takes one product of queries and keys and O(n) memory, on no particular backend and without gradients. Other arguments
+    are as in `attention_maps`.
 
     Args:
         query: (B, H, T, 2D); (B, H, T, D) for one map.
         key: (B, G, S, 2D) or (B, G, S, D).
         num_maps: 2 for differential attention, 1 for ordinary attention.
-        scale: What multiplies the logits; None means 1 / sqrt(D).
+        scale: Multiplies the logits; 1/sqrt(D) if None.
 
     Returns:
-        (num_maps, H) in fp32 (float64 for float64 inputs), -inf for a head none of whose queries may attend to a key.
+        (num_maps, H) in fp32 (float64 for float64 inputs), -inf for a head where no query may attend to a key.
 
     Raises:
         ConfigError: num_maps is neither 1 nor 2, or restrictions that exclude each other.
@@ -373,7 +373,7 @@ def _check(tensors: dict[str, Tensor], restrictions: Restrictions, count: int, s
 
     Args:
         tensors: Query, key and, except for maps, value.
-        restrictions: Those of the call.
+        restrictions: The restrictions of the call.
         count: Number of maps.
         scale: As the caller gave it.
     """

@@ -53,7 +53,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of `TABLE`. `auto` takes the first row that fits a problem and whose backend can run it.
+    """One row of `TABLE`. `auto` takes the first row that fits a problem and names a backend that can run it.
 
     Attributes:
         backend: A name in `BACKENDS`.

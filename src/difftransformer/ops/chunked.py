@@ -135,7 +135,7 @@ class Tiling:
 
     @property
     def covers_all(self) -> bool:
-        """Whether every query is in a tile. The others may attend to nothing, and their outputs are zero."""
+        """Whether every query is in a tile. A query outside may attend to nothing, and its output is zero."""
         positions = sum(
             (tile.groups.stop - tile.groups.start) * (tile.rows.stop - tile.rows.start) for tile in self.tiles
         )

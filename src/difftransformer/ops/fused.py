@@ -1,4 +1,4 @@
-"""What the operators of the backends have in common: their signature, and how autograd and torch.func differentiate them."""
+"""The signature that the backends' operators share, and their derivatives in autograd and torch.func."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -92,7 +92,7 @@ def _transformable(
         count = info.batch_size
 
         def sample(i: int) -> Any:
-            """Run one sample; of none, one of zeros, which has the shapes of the result."""
+            """Run one sample. For an empty batch, a sample of zeros gives the shapes of the result."""
             return transformed.apply(
                 *(
                     x if dim is None else x.select(dim, i) if count else x.sum(dim).to(x.dtype)

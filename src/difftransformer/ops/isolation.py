@@ -18,7 +18,7 @@ PAIRS_AT_ONCE = 1 << 24  # queries and keys of all heads, 64 MiB in fp32
 
 
 def isolated(run: Callable[[Call], Tensor], call: Call) -> Tensor:
-    """Return `run(call)`, in which NaN and infinity in a key or value reach only the queries that may attend to it."""
+    """Run a call so that NaN and infinity in a key or value reach only the queries that may attend to it."""
     queries, keys, device = call.query.shape[2], call.key.shape[2], call.query.device
     seen = seen_keys(call.restrictions, queries, keys, device)
     if (seen is None and call.restrictions.attn_mask is None) or _are_finite(call.key, call.value):

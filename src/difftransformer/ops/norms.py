@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation. A name that ends in `_D` is a tensor whose last dimension is the normalised one."""
+"""Root-mean-square normalisation."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,9 +26,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def with_plain_factor(norm: Norm, width: int) -> Norm:
-    """Return a norm whose factor is a float: one that is a tensor is multiplied into the weight, in fp32 or float64.
+    """Multiply a factor that is a tensor into the weight, in fp32 or float64, and return the norm with factor 1.0.
 
-    Operators take the factor as a number, which compiled graphs would hold.
+    Operators take the factor as a float, and compiled graphs would hold it as a constant.
     """
     weight, eps, factor = norm
     if not isinstance(factor, Tensor):

@@ -4,8 +4,8 @@ The one call is zero-padded to equal widths. With a value wider than the query, 
 fast path and materialises the maps (1.4 to 33 times slower than the flash path), so there are never two calls with a value
 of 2D.
 
-The two outputs are rounded to the input dtype before they are subtracted: in bf16 the error is about 1.4 times that of
-the backends that subtract the maps in fp32. PyTorch differentiates its own call, so no operator is registered here.
+The two outputs are rounded to the input dtype before they are subtracted: in bf16 the error is about 1.4 times as
+large as in backends that subtract the maps in fp32. PyTorch differentiates its own call, so no operator is registered here.
 
 Dimensions: B batch, H differential heads (in the call: of both maps, one after the other), G key/value groups
 (likewise), T query positions, S key positions, D width of one map's queries and keys, E value width.
@@ -29,7 +29,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def has_quadratic_memory(problem: Problem) -> bool:
-    """Return whether a T x S mask is needed, for restrictions other than none or torch's own causal mask."""
+    """Return whether the call needs a T x S mask: PyTorch's own causal mask takes no memory."""
     return problem.needs_mask
 
 

@@ -62,7 +62,7 @@ class Trial(NamedTuple):
         return Call(query, key, value, lam, Restrictions(*placed), self.D**-0.5, norm)
 
 
-# Training and decoding with what a model uses: grouped heads, a causal mask, lengths that no tile divides, the norm of heads.
+# Training and decoding as in a model: grouped heads, a causal mask, lengths that no tile divides, the norm of heads.
 FIRST = (Trial(normed=True), Trial(T=1, needs_grad=False))
 _outcomes: dict[tuple[torch.device, torch.dtype], CheckOutcome] = {}
 

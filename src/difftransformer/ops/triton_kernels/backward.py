@@ -95,7 +95,7 @@ def both(base, flat, valid, other, DIFF: tl.constexpr):
 def column_weights(k, q, lse, c, allowed, CAPPED: tl.constexpr):
     """Compute a tile of a map from its log-sum-exps, transposed: [keys, queries].
 
-    CAPPED prevents an infinite weight of a missing key, whose score of 0 may be far above the real scores.
+    CAPPED keeps the weight of a missing key finite: its score is 0, which may be far above the real scores.
     """
     powers = dot(k, tl.trans(q)) * c - lse[None, :]
     if CAPPED:

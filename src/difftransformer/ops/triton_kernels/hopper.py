@@ -48,7 +48,7 @@ def _tile(buffer):
 
 @gluon.jit
 def load_partition(sources, buffers, barriers, where, KEY_2: gl.constexpr, D: gl.constexpr):
-    """Copy the tiles of keys and values once, then those of each block of queries."""
+    """Copy the tiles of keys and values once, then the tiles of each block of queries."""
     queries, keys, values, grads, rows = sources
     q_buffers, k_buffers, v_buffers, grad_buffers, row_buffers, _, _ = buffers
     loaded, ready, empty, _, _, _, _ = barriers

@@ -1,4 +1,4 @@
-"""Calls of the kernels: allocates their outputs, chooses their form and launches them.
+"""Allocate the kernels' outputs, choose their form and launch them.
 
 Outputs and gradients are laid out as (B, T, H, width), the order that a model's projections need, and returned as views
 (B, H, T, width).
@@ -75,7 +75,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _aligned_like(x: Tensor) -> Tensor:
-    """Allocate a tensor of this shape, (B, heads, positions, width), whose rows start at multiples of 16 numbers."""
+    """Allocate a tensor of this shape, (B, heads, positions, width), with rows that start at multiples of 16 numbers."""
     batch, heads, positions, width = x.shape
     room = triton.cdiv(width, STRIDE_FACTOR) * STRIDE_FACTOR
     return x.new_empty(batch, positions, heads, room)[..., :width].transpose(1, 2)
@@ -122,7 +122,7 @@ class Inputs:
         return self.query.new_empty(self.batch, positions, heads, width, dtype=dtype).transpose(1, 2)
 
     def key_of(self, *more: object) -> tuple[object, ...]:
-        """Return what the speed of a kernel depends on, with lengths rounded up to powers of two."""
+        """Return the facts that decide the speed of a kernel, with lengths rounded up to powers of two."""
         return (
             self.query.device,
             self.query.dtype,
@@ -267,9 +267,9 @@ def _without_more(out: Tensor) -> Forward:
 def backward(
     inputs: Inputs, norm: Norm | None, saved: Forward, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value, lam and the norm's weight, given that of `saved.out`.
+    """Return the gradients of query, key, value, lam (B, H, T) and the norm's weight (E,), given the output's gradient.
 
-    That of lam is (B, H, T) and that of the weight (E,), both in fp32; empty if there is none.
+    The last two are in fp32, and empty without lam or weight.
     """
     batch, (heads, groups, queries, keys) = inputs.batch, inputs.sizes()
     weight_grad = inputs.query.new_zeros(
