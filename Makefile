@@ -83,8 +83,9 @@ lint: $(DEV) ## ruff, clang-format, mypy, import-linter
 	$(RUN) -m mypy
 	$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-bench: $(READY) ## Time attention and whole models of DIFF and its twin on this machine, and their memory; write reports/bench/results.json
-	$(RUN) -m difftransformer_lab bench all --out reports/bench
+bench: $(READY) ## Time attention and whole models of DIFF and its twin on this machine; write reports/bench
+	$(RUN) -m difftransformer_lab bench attention
+	$(RUN) -m difftransformer_lab bench models
 
 dist: $(DEV) ## Write dist/*.whl, with the CPU kernels of this machine's architecture where there is a C++ compiler, and dist/*.tar.gz
 	$(RUN) hatch_build.py $(DIST)

@@ -2,22 +2,23 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import torch
-from script import run
+from generation import MODEL as GENERATING_MODEL
+from generation import SPARE_TOKENS, next_token_work
+from script import Steps, run
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from difftransformer.families import accelerate
 from difftransformer.model.weights import DTYPES
-from difftransformer_lab.bench import models
-from difftransformer_lab.bench.model_work import SPARE_TOKENS, next_token_work
-from difftransformer_lab.bench.settings import Settings, Step
-from difftransformer_lab.bench.timing import time_interleaved
+from difftransformer_lab.bench.settings import Settings
+from difftransformer_lab.bench.timing import time_rows
 from difftransformer_lab.results import BenchRow
 
 CONTEXT_TOKENS, CACHED_TOKENS = 2048, 4096  # of a training row, and in the cache when decoding starts
-MODEL = models.MODEL | {  # 46M parameters
+MODEL = GENERATING_MODEL | {  # 46M parameters
     "hidden_size": 512,
     "intermediate_size": 1376,
     "tie_word_embeddings": False,
@@ -26,39 +27,32 @@ MODEL = models.MODEL | {  # 46M parameters
 WORKS = ("attention layer, forward+backward", "training step", "decoding, dynamic cache", "decoding, static cache")
 
 
-def steps(settings: Settings) -> list[Step]:
+def steps(settings: Settings) -> Steps:
     """List the work and the data types."""
-    return [
-        Step(f"DiffLlama, {work}, {dtype}", partial(measure, work, dtype, settings))
-        for dtype in settings.dtypes or settings.defaults.dtypes
+    return {
+        f"DiffLlama, {work}, {dtype}": partial(measure, work, dtype, settings)
+        for dtype in settings.dtypes or ()
         for work in WORKS
-    ]
+    }
 
 
 def measure(work: str, dtype: str, settings: Settings) -> list[BenchRow]:
     """Time one kind of work of both models, interleaved, with the same weights."""
     torch.manual_seed(0)
     model = DiffLlamaForCausalLM(DiffLlamaConfig(**MODEL)).to(settings.device, DTYPES[dtype])
-    calls = {"DiffLlama": work_of(model, work), "DiffLlama accelerated": work_of(accelerate(deepcopy(model)), work)}
-    timings = time_interleaved(
-        calls,
-        rounds=min(settings.repeats, SPARE_TOKENS - 1),
-        budget_seconds=settings.seconds,
-        device=settings.device,
-    )
+    models = {"DiffLlama": model, "DiffLlama accelerated": accelerate(deepcopy(model))}
     tokens = CACHED_TOKENS if work.startswith("decoding") else CONTEXT_TOKENS
-    return [
-        BenchRow(
+    return time_rows(
+        {name: partial(work_of, one, work) for name, one in models.items()},
+        replace(settings, repeats=min(settings.repeats, SPARE_TOKENS - 1)),
+        partial(
+            BenchRow,
             part="diffllama",
             work="DiffLlama accelerated",
             dtype=dtype,
             shape={"work": work, "tokens": tokens},
-            implementation=name,
-            timing=timing,
-            figures={"parameters": float(model.num_parameters())},
-        )
-        for name, timing in timings.items()
-    ]
+        ),
+    )
 
 
 def work_of(model: DiffLlamaForCausalLM, work: str) -> Callable[[], object]:
@@ -68,7 +62,7 @@ def work_of(model: DiffLlamaForCausalLM, work: str) -> Callable[[], object]:
 
 
 def attention_layer(model: DiffLlamaForCausalLM) -> Callable[[], None]:
-    """Return a call of the first layer's attention, projections included, forward and backward."""
+    """Build a call of the first layer's attention, projections included, forward and backward."""
     layer = model.model.layers[0].self_attn.train()
     hidden = torch.randn(1, CONTEXT_TOKENS, MODEL["hidden_size"], device=model.device, dtype=model.dtype)
     hidden.requires_grad_()
@@ -84,7 +78,7 @@ def attention_layer(model: DiffLlamaForCausalLM) -> Callable[[], None]:
 
 
 def training_step(model: DiffLlamaForCausalLM) -> Callable[[], None]:
-    """Return a training step (forward, backward, AdamW) on one row."""
+    """Build a training step (forward, backward, AdamW) on one row."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(MODEL["vocab_size"], (1, CONTEXT_TOKENS), device=model.device)

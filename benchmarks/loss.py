@@ -1,23 +1,22 @@
 """The loss over a vocabulary: logits of all tokens at once, in chunks, and PyTorch's own fused function."""
 
-import contextlib
-import multiprocessing
-import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from script import run
+from memory import device_peak_bytes, in_a_fresh_process
+from script import Steps, run
 from torch import Tensor
 
 from difftransformer.model.nll import CHUNK_TOKENS, summed_nll
 from difftransformer.model.weights import DTYPES
-from difftransformer_lab.bench.memory import RETURN_FREED_BLOCKS, device_peak_bytes, peak_bytes
-from difftransformer_lab.bench.settings import Settings, Step
-from difftransformer_lab.bench.timing import time_interleaved
+from difftransformer_lab.bench.settings import Settings
+from difftransformer_lab.bench.timing import time_rows
 from difftransformer_lab.results import BenchRow
+from difftransformer_lab.studies.costs import peak_bytes
 
 WHOLE, CHUNKED, TORCH = "whole logits", "chunked", "torch linear_cross_entropy"
 SHORT_TOKENS = 64
@@ -34,58 +33,39 @@ class Shape(NamedTuple):
 SHAPES = (Shape(2048, 128, 2048), Shape(4096, 128, 20_000), Shape(4096, 512, 20_000))
 
 
-def steps(settings: Settings) -> list[Step]:
+def steps(settings: Settings) -> Steps:
     """List the shapes and the data types."""
-    return [
-        Step(f"loss of {shape}, {dtype}", partial(measure, shape, dtype, settings))
-        for dtype in settings.dtypes or settings.defaults.dtypes
+    return {
+        f"loss of {shape}, {dtype}": partial(measure, shape, dtype, settings)
+        for dtype in settings.dtypes or ()
         for shape in SHAPES
-    ]
+    }
 
 
 def measure(shape: Shape, dtype: str, settings: Settings) -> list[BenchRow]:
     """Time the implementations in turn, and measure the peak memory of each above its inputs."""
-    device = settings.device
-    works = {name: loss_work(name, shape, dtype, device) for name in LOSSES}
-    timings = time_interleaved(works, rounds=settings.repeats, budget_seconds=settings.seconds, device=device)
+    device, threads = settings.device, settings.threads or torch.get_num_threads()
+    builders = {name: partial(loss_work, name, shape, dtype, device) for name in LOSSES}
+    row = partial(BenchRow, part="loss", work="forward+backward", dtype=dtype, shape=shape._asdict())
     rows = []
-    for name, work in works.items():
+    for one in time_rows(builders, settings, row):
         if device == "cpu":
-            with fresh_process() as pool:
-                peak = pool.apply(
-                    peak_in_this_process, (name, shape, dtype, settings.threads or torch.get_num_threads())
-                )
+            peak = in_a_fresh_process(peak_in_this_process, one.implementation, shape, dtype, threads)
         else:
-            peak = device_peak_bytes(work)
-        rows.append(
-            BenchRow(
-                part="loss",
-                work="forward+backward",
-                dtype=dtype,
-                shape=shape._asdict(),
-                implementation=name,
-                timing=timings[name],
-                figures={"peak_bytes": float(peak)},
-            )
-        )
+            peak = device_peak_bytes(builders[one.implementation]())
+        rows.append(replace(one, figures={"peak_bytes": float(peak)}))
     return rows
 
 
-def fresh_process() -> contextlib.AbstractContextManager:
-    """Return a pool of one process that has inherited no memory."""
-    os.environ |= RETURN_FREED_BLOCKS
-    return multiprocessing.get_context("spawn").Pool(1)
-
-
 def peak_in_this_process(name: str, shape: Shape, dtype: str, threads: int) -> int:
-    """Return the peak memory of a pass above its inputs, after a small one in which libraries allocate their workspaces."""
+    """Measure the peak memory of a pass above its inputs, after a small one in which libraries allocate their workspaces."""
     torch.set_num_threads(threads)
     loss_work(name, shape._replace(tokens=SHORT_TOKENS, vocab_size=SHORT_TOKENS), dtype)()
     return peak_bytes(loss_work(name, shape, dtype))
 
 
 def loss_work(implementation: str, shape: Shape, dtype: str, device: str = "cpu") -> Callable[[], None]:
-    """Return a forward and backward pass of the loss on random numbers, with gradients of hidden states and weight."""
+    """Build a forward and backward pass of the loss on random numbers, with gradients of hidden states and weight."""
     draw = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(shape.tokens, shape.hidden_size, generator=draw, device=device)
     weight = 0.02 * torch.randn(shape.vocab_size, shape.hidden_size, generator=draw, device=device)

@@ -9,27 +9,27 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from script import run
+from script import Steps, run
 
 from difftransformer.data import DataConfig, Loader, prepare_shards
 from difftransformer.model import DiffTransformerConfig
 from difftransformer.train import LogsConfig, TrainingConfig, build_model, train
 from difftransformer.train.metrics import Metrics, StepMetrics
 from difftransformer_lab.bench.models import SIZES
-from difftransformer_lab.bench.settings import Settings, Step
+from difftransformer_lab.bench.settings import Settings
 from difftransformer_lab.results import BenchRow
 
 WARM_UP, SAVES = 3, 2
 WORDS = 400_000
 
 
-def steps(settings: Settings) -> list[Step]:
+def steps(settings: Settings) -> Steps:
     """List the sizes and the data types."""
-    return [
-        Step(f"training loop of {size}, {dtype}", partial(measure, size, dtype, settings))
+    return {
+        f"training loop of {size}, {dtype}": partial(measure, size, dtype, settings)
         for size in settings.sizes or ("5M",)
-        for dtype in settings.dtypes or settings.defaults.dtypes
-    ]
+        for dtype in settings.dtypes or ()
+    }
 
 
 def measure(size: str, dtype: str, settings: Settings) -> list[BenchRow]:
@@ -124,7 +124,7 @@ def measure(size: str, dtype: str, settings: Settings) -> list[BenchRow]:
 
 
 def bare_step(config: DiffTransformerConfig, batch: int, context: int, dtype: str, device: str) -> Callable[[], None]:
-    """Return a training step as one writes it by hand."""
+    """Build a training step as one writes it by hand."""
     model = build_model(config, seed=0).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     draw = torch.Generator().manual_seed(0)

@@ -1,29 +1,35 @@
 """Attention of peaked scores: at standard deviations of 20 and 60 nats nearly all exponentials are denormal numbers."""
 
-import dataclasses
 from functools import partial
 
-from script import run
+from script import Steps, run
 
-from difftransformer_lab.bench.attention import time_attention
-from difftransformer_lab.bench.attention_work import AttentionShape
-from difftransformer_lab.bench.settings import Settings, Step
+from difftransformer_lab.bench.attention import KERNELS, AttentionShape, attention_call, attention_rows, draw
+from difftransformer_lab.bench.settings import Settings
+from difftransformer_lab.results import BenchRow
 
 SCORE_FACTORS = (1, 8, 20, 60)
+LENGTH_TOKENS = 1024
 
 
-def steps(settings: Settings) -> list[Step]:
-    """List the shapes: our own kernels and PyTorch's on scores of several spreads."""
-    ours = dataclasses.replace(settings, backends=[settings.defaults.kernel], peers=False)
-    shapes = [
-        AttentionShape(dtype=dtype, mode=mode, length_tokens=1024, heads=4, head_dim=64, score_factor=factor)
-        for dtype in settings.dtypes or settings.defaults.dtypes
+def steps(settings: Settings) -> Steps:
+    """List the shapes and the spreads of scores."""
+    return {
+        f"{dtype} {mode}, factor {factor}": partial(measure, dtype, mode, factor, settings)
+        for dtype in settings.dtypes or ()
         for mode in ("forward", "forward+backward")
         for factor in SCORE_FACTORS
-    ]
-    return [
-        Step(f"{shape} factor {shape.score_factor}", partial(time_attention, shape, ours, "peaked")) for shape in shapes
-    ]
+    }
+
+
+def measure(dtype: str, mode: str, factor: float, settings: Settings) -> list[BenchRow]:
+    """Time our own kernels and PyTorch's on scores of one spread."""
+    shape, kernel = AttentionShape(dtype, mode, 1, LENGTH_TOKENS, 4, 64), KERNELS[settings.device]
+    query, key, value = draw(shape, settings.device)
+    data = [query * factor, key, value]
+    names = ("torch sdpa", f"softmax {kernel}", f"diff {kernel}")
+    builders = {name: partial(attention_call, name, shape, data) for name in names}
+    return attention_rows("peaked", shape, settings, builders, score_factor=factor)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,17 @@
 A unit is the work of one product of an n x n by an n x d matrix: 2 n n d FLOPs, and half of that in a causal call, as is
 usual to count. Units are counted for each differential head, which stands for two heads of ordinary attention.
 
-`python benchmarks/roofline.py reports/bench/results.json DEVICE` prints the rates of attention in a result, and its times over
-the roofline of a device in `PEAKS`.
+`python benchmarks/roofline.py reports/bench/attention.json DEVICE` prints the rates of attention in a result, and its times
+over the roofline of a device in `PEAKS`.
 """
 
 import sys
 from typing import NamedTuple
 
-from rich.console import Console
+from tables import bench_tables
 
-from difftransformer_lab.bench.attention_work import AttentionShape
-from difftransformer_lab.report.bench import print_bench
+from difftransformer_lab.bench.attention import AttentionShape
+from difftransformer_lab.cli.console import show_table
 from difftransformer_lab.results import Bench, BenchRow, read_result
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -92,7 +92,7 @@ def rated(row: BenchRow, peak: Peak | None) -> BenchRow:
     """Return a row of attention with its rates."""
     if row.timing is None:
         return row
-    shape = AttentionShape(dtype=row.dtype, mode=row.work, **row.shape)
+    shape = AttentionShape(dtype=row.dtype, mode=row.work, **{"batch": 1} | row.shape)
     known = None if row.dtype == "fp32" else peak
     figures = rates(shape, row.implementation, row.timing.median_seconds, known)
     return BenchRow(**vars(row) | {"timing": None, "figures": figures})
@@ -102,7 +102,9 @@ def main(path: str, device: str = "") -> None:
     """Print the rates."""
     bench = read_result(path, Bench)
     rows = [rated(row, PEAKS.get(device)) for row in bench.rows if row.part == "attention" and not row.left_out]
-    print_bench(Bench(**vars(bench) | {"rows": rows}), Console())
+    result = Bench(**vars(bench) | {"rows": rows})
+    for table in bench_tables(result):
+        show_table(table)
 
 
 if __name__ == "__main__":

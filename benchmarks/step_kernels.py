@@ -14,26 +14,23 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer_lab.bench.attention_work import fastest_attention
-from difftransformer_lab.bench.model_work import training_work
-from difftransformer_lab.bench.models import SIZES, model_flops
+from difftransformer.train.speed import train_flops_per_token
+from difftransformer_lab.bench.models import SIZES, compiled_work
 
 WARM_UP, TIMED, ROWS = 4, 15, 20
 
 
 def step_of(size: str, kind: str) -> tuple[Callable[[], None], float]:
-    """Return a compiled training step in bf16, and its FLOPs."""
-    rows, context = SIZES[size].rows, SIZES[size].context_tokens
-    config = DiffTransformerConfig(**SIZES[size].fields, attention_type="diff_v2" if kind == "diff_v2" else "diff")
+    """Build a compiled training step in bf16, and count its FLOPs."""
+    fields, rows, context = SIZES[size]
+    config = DiffTransformerConfig(**fields, attention_type="diff_v2" if kind == "diff_v2" else "diff")
     if kind in ("softmax", "cudnn"):
         config = config.twin()
     if kind == "cudnn":
         config.attn_backend = "sdpa"
     model = DiffTransformerForCausalLM(config).cuda()
-    step = training_work(model, rows, context, "bf16")
-    for layer in model.model.layers:
-        layer.compile()
-    return step, model_flops(model, rows, context)
+    flops = rows * context * train_flops_per_token(model, config, context)
+    return compiled_work(model, rows, context, "bf16"), flops
 
 
 def seconds_of(step: Callable[[], None]) -> float:
@@ -55,11 +52,10 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for kind in args.kinds:
         step, flops = step_of(args.size, kind)
-        with fastest_attention():
-            seconds = seconds_of(step)
-            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as traced:
-                step()
-                torch.cuda.synchronize()
+        seconds = seconds_of(step)
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as traced:
+            step()
+            torch.cuda.synchronize()
         events = sorted(traced.key_averages(), key=lambda event: -event.self_device_time_total)
         busy = sum(event.self_device_time_total for event in events) / 1e6
         print(

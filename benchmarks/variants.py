@@ -2,24 +2,24 @@
 
 from functools import partial
 
-from script import run
+from script import Steps, run
 from transformers import PreTrainedModel
 
 from difftransformer.attention import variants
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM, count
 from difftransformer.model.counts import matching_width
-from difftransformer_lab.bench.models import SIZES, WORKS, time_models
-from difftransformer_lab.bench.settings import Settings, Step
+from difftransformer_lab.bench.models import DEFAULT_SIZES, SIZES, WORKS, time_models
+from difftransformer_lab.bench.settings import Settings
 
 
-def steps(settings: Settings) -> list[Step]:
+def steps(settings: Settings) -> Steps:
     """List the work, the sizes and the data types."""
-    return [
-        Step(f"{work} of {size}, {dtype}", partial(measure, size, dtype, work, settings))
+    return {
+        f"{work} of {size}, {dtype}": partial(measure, size, dtype, work, settings)
         for work in WORKS
-        for size in settings.sizes or settings.defaults.models
-        for dtype in settings.dtypes or settings.defaults.dtypes
-    ]
+        for size in settings.sizes or DEFAULT_SIZES[settings.device]
+        for dtype in settings.dtypes or ()
+    }
 
 
 def measure(size: str, dtype: str, work: str, settings: Settings) -> list:
@@ -31,7 +31,7 @@ def build_variants(size: str) -> dict[str, PreTrainedModel]:
     """Build a model of each attention type in fp32, with an MLP that makes its parameters those of the twin, to the nearest."""
     models = {}
     for name in variants():
-        config = DiffTransformerConfig(**SIZES[size].fields, attention_type=name)
+        config = DiffTransformerConfig(**SIZES[size][0], attention_type=name)
         config.intermediate_size = matching_width(config, count(config.twin()).parameters)
         models[name] = DiffTransformerForCausalLM(config)
     return models

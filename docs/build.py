@@ -24,7 +24,7 @@ from difftransformer import __version__
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 LIBRARY = ("ops", "attention", "model", "families", "hub", "data", "train", "errors")
-LABORATORY = ("evals", "studies", "analysis", "bench", "results")
+LABORATORY = ("evals", "studies", "analysis", "results")
 PACKAGES = (*(f"difftransformer.{name}" for name in LIBRARY), *(f"difftransformer_lab.{name}" for name in LABORATORY))
 # Modules whose public names are documented on their package's page, and which the package itself does not import.
 MODULES = {"difftransformer.attention": {"encoder": ["DifferentialEncoderLayer"]}}

@@ -175,5 +175,5 @@ def store(request, tmp_path, monkeypatch):
 @pytest.fixture
 def warm_children(monkeypatch):
     """The package's own processes start with torch loaded, which takes half of their seconds. Memory is not to be measured."""
-    for module in ("bench.memory", "studies.jobs"):
+    for module in ("studies.costs", "studies.jobs"):
         monkeypatch.setattr(f"difftransformer_lab.{module}.start_child", fresh.start_child)

@@ -26,7 +26,6 @@ PACKAGES = {
     "studies": "designs, runs, records",
     "hub": "open and export saved models",
     "analysis": "records, findings, pages",
-    "report": "tables of benchmarks",
     "train": "loop, checkpoints",
     "evals": "engine, probes, tasks, suites",
     "bench": "times and memory",

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import time
 import warnings
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,6 @@ from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import BACKENDS, Backend, Restrictions, build, differential_attention, processor, triton
 from difftransformer.ops.problem import Problem
 from difftransformer.ops.selfcheck import FIRST, CheckOutcome, Trial, check
-
-from .bench.timing import deterministically
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SECONDS = 6.0  # for the checks of a backend in a dtype: two minutes for all that a device has
@@ -74,7 +73,7 @@ def _check(backend: Backend, device: torch.device, dtype: torch.dtype) -> CheckO
     """Check a backend on all trials that there is time for, with new tensors full of NaN, but for those that C++ makes."""
     start, worst = time.monotonic(), 0.0
     for trial in TRIALS:
-        with warnings.catch_warnings(action="ignore"), deterministically(fill_memory=True):
+        with warnings.catch_warnings(action="ignore"), _deterministic():
             outcome = check(backend, device, dtype, [trial])
         if outcome is None or outcome.problem is not None:
             return outcome
@@ -82,6 +81,16 @@ def _check(backend: Backend, device: torch.device, dtype: torch.dtype) -> CheckO
         if time.monotonic() - start > SECONDS:
             break
     return CheckOutcome(None, worst)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    mode = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _milliseconds(backend: Backend, device: torch.device, dtype: torch.dtype) -> float | None:

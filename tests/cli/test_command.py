@@ -102,8 +102,8 @@ def test_unknown_command(fails):
     (["train", "x" * 5000], "xxx..."),
     (["eval", "icl", "m", "--shots", "[6,x]"], """--shots "[6, 'x']": expected a list such as [1,2]"""),
     (["eval", "needle", "m", "--cities", "none"], "--cities 'none': expected one of all, seen, unseen, apart"),
-    (["compare", "x.yaml", "--seeds"], "--seeds"), (["bench", "all", "--repeats", "1"], "--repeats 1: give at least 3"),
-    (["bench", "all", "--threads", "0"], "--threads 0: give at least 1"), (["bench", "everything"], "everything"),
+    (["compare", "x.yaml", "--seeds"], "--seeds"), (["bench", "attention", "--repeats", "1"], "--repeats 1: give at least 3"),
+    (["bench", "models", "--threads", "0"], "--threads 0: give at least 1"), (["bench", "everything"], "everything"),
     (["info", "4b"], "'4b' is neither a preset (tiny, small,"),
 ])  # fmt: skip
 def test_wrong_words(fails, words, message):

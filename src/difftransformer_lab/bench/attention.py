@@ -1,142 +1,160 @@
-"""Time and weigh every implementation of attention on one shape, and say which ones are left out and why."""
+"""Attention of DIFF and of the same-size Transformer on one shape, by our backends and by PyTorch's own kernels."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from difftransformer.errors import ConfigError
 from difftransformer.model.weights import DTYPES
-from difftransformer.ops.backends import BACKENDS, QUADRATIC_MEMORY_MAX_LENGTH, backend_names, explain
-from difftransformer.ops.problem import Problem
+from difftransformer.ops import backend_names, differential_attention, softmax_attention
 
 from ..results import BenchRow, Dtype, Mode
-from .attention_work import DETERMINISTIC, AttentionShape, attention_work, draw
-from .diffllama import ATTN_IMPLEMENTATIONS
-from .memory import peak_attention_bytes
-from .settings import Settings, Size, Step
-from .timing import attempt_each, time_interleaved
+from .settings import Settings
+from .timing import Call, time_rows
 
-# An implementation that makes n x n maps holds about this many fp32 copies of all of them (measured on DiffLlama's eager
-# attention, forward and backward). It is left out where they would exceed the budget.
-MAP_COPIES = 5
-MAPS_BUDGET_BYTES = 2 * 2**30
-NO_BACKEND = "there is no such backend here"
-
-
-def attention_steps(settings: Settings) -> list[Step]:
-    return [
-        Step(f"attention, {shape}", partial(time_attention, shape, settings))
-        for dtype in settings.dtypes or settings.defaults.dtypes
-        for mode in settings.modes or settings.defaults.modes
-        for shape in _shapes(dtype, mode, settings)
-    ]
+LAMBDA = 0.8  # close to lambda in most layers, at the start and after training (arXiv:2410.05258)
+KERNELS = {"cpu": "cpu", "cuda": "triton"}
+"""The backend that holds this project's own kernels, by device."""
+# Of PyTorch's attention on a GPU, in order of priority; the flash kernel lacks fp32.
+TORCH_KERNELS = {
+    "sdpa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+}
+LENGTHS = {"cpu": [512, 2048, 8192], "cuda": [2048, 8192, 32_768]}
+WIDTHS = {"cpu": [32, 64, 128], "cuda": [64, 128]}
+# On a GPU every call has this many tokens, and its heads together are this wide, as in FlashAttention's benchmarks
+# (arXiv:2307.08691 section 4.1: 16k tokens, hidden dimension 2048), so that batch x heads fills the device at every length.
+GPU_CALL_TOKENS, GPU_HIDDEN_SIZE, GPU_DECODE_BATCH = 16_384, 2048, 8
 
 
-def memory_steps(settings: Settings) -> list[Step]:
-    """List the shapes of attention whose peak memory is measured; of long ones that of our own kernel alone."""
-    defaults, steps = settings.defaults, []
-    for length in defaults.memory_lengths_tokens + settings.long_memory * defaults.long_memory_lengths_tokens:
-        shape = _shape(defaults.memory_dtype, "forward+backward", length, defaults.memory_size)
-        is_long = length in defaults.long_memory_lengths_tokens
-        names = {f"diff {defaults.kernel}": None} if is_long else implementations(shape, settings)
-        able = [name for name, why in names.items() if why is None]
-        steps += [Step(f"memory of {name}, {shape}", partial(weigh_attention, name, shape, settings)) for name in able]
-    return steps
+class AttentionShape(NamedTuple):
+    """A causal attention call with `heads` differential heads or twice as many ordinary ones.
+
+    `length_tokens` counts the keys. There are as many queries, or one in mode "decode". `head_dim` is the width of one map.
+    """
+
+    dtype: Dtype
+    mode: Mode
+    batch: int
+    length_tokens: int
+    heads: int
+    head_dim: int
+
+    @property
+    def queries_tokens(self) -> int:
+        """Number of queries, T."""
+        return 1 if self.mode == "decode" else self.length_tokens
+
+    @property
+    def has_backward(self) -> bool:
+        return self.mode == "forward+backward"
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.mode} {self.batch}x{self.length_tokens}/{self.heads}/{self.head_dim}"
 
 
-def time_attention(shape: AttentionShape, settings: Settings, part: str = "attention") -> list[BenchRow]:
+def attention_steps(settings: Settings) -> dict[str, Callable[[], list[BenchRow]]]:
+    """List the shapes of attention, with a label for each."""
+    for name in settings.backends or ():
+        if name not in backend_names():
+            raise ConfigError(f"--backends: {name!r} is unknown; choose from {', '.join(backend_names())}")
+    return {str(shape): partial(time_attention, shape, settings) for shape in attention_shapes(settings)}
+
+
+def attention_shapes(settings: Settings) -> list[AttentionShape]:
     device = settings.device
-    unsuited = implementations(shape, settings)
-    shared = functools.cache(lambda: draw(shape, device))
-
-    def first_call(name: str) -> Callable[[], Tensor]:
-        work = attention_work(name, shape, device, shared())  # one copy: the keys and values of decoding take gigabytes
-        if device != "cpu":
-            work()
-            torch.cuda.synchronize()
-        return work
-
-    works, reasons = attempt_each((name for name, why in unsuited.items() if why is None), first_call, device)
-    timings = time_interleaved(works, rounds=settings.repeats, budget_seconds=settings.seconds, device=device)
     return [
-        _row(part, shape, name, timing=timings.get(name), left_out=why or reasons.get(name))
-        for name, why in unsuited.items()
+        shape_of(dtype, mode, length, width, device)
+        for dtype in settings.dtypes or ()
+        for mode in settings.modes or get_args(Mode)
+        for length in settings.lengths or LENGTHS[device]
+        for width in settings.head_dims or WIDTHS[device]
     ]
 
 
-def weigh_attention(name: str, shape: AttentionShape, settings: Settings) -> list[BenchRow]:
-    """Measure the peak memory of an implementation on one shape above its inputs."""
-    threads = settings.threads or torch.get_num_threads()
-    weigh = partial(peak_attention_bytes, shape=shape, threads=threads, device=settings.device)
-    peaks, reasons = attempt_each([name], weigh, settings.device)
-    figures = {"peak_bytes": float(peaks[name])} if name in peaks else {}
-    return [_row("memory", shape, name, figures=figures, left_out=reasons.get(name))]
+def shape_of(dtype: Dtype, mode: Mode, length: int, width: int, device: str) -> AttentionShape:
+    """Choose batch and heads so that a call fills a GPU, or takes no minutes on a CPU."""
+    if device == "cpu":
+        return AttentionShape(dtype, mode, 1, length, 8 if length <= 1024 else 4 if length <= 4096 else 2, width)
+    batch = GPU_DECODE_BATCH if mode == "decode" else max(1, GPU_CALL_TOKENS // length)
+    return AttentionShape(dtype, mode, batch, length, max(1, GPU_HIDDEN_SIZE // (2 * width)), width)
 
 
-def _row(part: str, shape: AttentionShape, name: str, **measured: Any) -> BenchRow:
-    return BenchRow(part=part, work=shape.mode, dtype=shape.dtype, shape=shape.sizes, implementation=name, **measured)
+def time_attention(shape: AttentionShape, settings: Settings) -> list[BenchRow]:
+    """Time every implementation on one shape, interleaved."""
+    kernel = KERNELS[settings.device]
+    ours = [f"softmax {kernel}", *(f"diff {backend}" for backend in settings.backends or (kernel, "chunked"))]
+    data = draw(shape, settings.device)  # one copy: decoding reads gigabytes
+    names = ["torch sdpa", *(["torch cudnn"] if settings.device != "cpu" else []), *ours]
+    return attention_rows(
+        "attention", shape, settings, {name: partial(attention_call, name, shape, data) for name in names}
+    )
 
 
-def implementations(shape: AttentionShape, settings: Settings) -> dict[str, str | None]:
-    """Map each implementation to the reason why it is not timed on this shape, or to None."""
-    device, kernel = settings.device, settings.defaults.kernel
-    can = explain(problem_of(shape, "differential", device))
-    reasons: dict[str, str | None] = dict.fromkeys(settings.defaults.baselines)
-    reasons[f"softmax {kernel}"] = explain(problem_of(shape, "softmax", device)).get(kernel, NO_BACKEND)
-    for name in settings.backends or backend_names():
-        reasons[f"diff {name}"] = can[name] or _unsuited(name, shape, settings)
-        if name == kernel and device != "cpu" and shape.has_backward:
-            # On a GPU, adding blocks up in any order is faster. On the CPU the order is always the same.
-            reasons[f"diff {name}{DETERMINISTIC}"] = reasons[f"diff {name}"]
-    if settings.peers and shape.mode != "decode":
-        # DiffLlama's attention includes the headwise norm, so it is compared with our kernel with the norm fused.
-        reasons[f"normed {kernel}"] = can.get(kernel, NO_BACKEND)
-        for name, makes_maps in ATTN_IMPLEMENTATIONS.items():
-            reasons[f"DiffLlama {name}"] = _too_large(shape) if makes_maps else None
-    return reasons
+def attention_rows(
+    part: str, shape: AttentionShape, settings: Settings, builders: Mapping[str, Callable[[], Call]], **sizes: float
+) -> list[BenchRow]:
+    """Time implementations on one shape, and describe it in the rows."""
+    dtype, mode, *_ = shape
+    known = {name: size for name, size in shape._asdict().items() if name not in ("dtype", "mode")}
+    return time_rows(builders, settings, partial(BenchRow, part=part, work=mode, dtype=dtype, shape=known | sizes))
 
 
-def problem_of(shape: AttentionShape, op: str, device: str) -> Problem:
-    """Return the shape as the choice of a backend sees it; op is "differential" or "softmax"."""
-    maps = 2 if op == "differential" else 1
-    heads = 2 * shape.heads // maps
-    sizes: dict[str, Any] = {"batch": shape.batch, "queries": shape.queries_tokens, "keys": shape.length_tokens}
-    sizes |= {"heads": heads, "groups": heads, "width": shape.head_dim, "value_width": maps * shape.head_dim}
-    return Problem(op, device, DTYPES[shape.dtype], **sizes, is_causal=True, needs_grad=shape.has_backward)
+def draw(shape: AttentionShape, device: str) -> list[Tensor]:
+    """Draw normal numbers for query, key and value; H heads of 2 D and 2 H heads of D have equally many."""
+    numbers = 2 * shape.batch * shape.heads * shape.head_dim
+    lengths = (shape.queries_tokens, shape.length_tokens, shape.length_tokens)
+    return [torch.randn(numbers * n, device=device).to(DTYPES[shape.dtype]) for n in lengths]
 
 
-def _shapes(dtype: Dtype, mode: Mode, settings: Settings) -> list[AttentionShape]:
-    defaults = settings.defaults
-    widths = settings.head_dims or defaults.head_dims
-    if mode == "decode":
-        lengths = settings.lengths or defaults.decode_lengths_tokens
-        return [_shape(dtype, mode, length, size) for length in lengths for size in defaults.decode_sizes(widths)]
-    lengths = settings.lengths or defaults.lengths_tokens
-    return [_shape(dtype, mode, length, defaults.size(length, width)) for length in lengths for width in widths]
+def by_head(data: list[Tensor], shape: AttentionShape, maps: int) -> list[Tensor]:
+    """Arrange query (B, heads, T, width), key and value (B, heads, S, width): H heads of 2 D for two maps, else 2 H of D."""
+    return [x.detach().view(shape.batch, 2 * shape.heads // maps, -1, maps * shape.head_dim) for x in data]
 
 
-def _shape(dtype: Dtype, mode: Mode, length_tokens: int, size: Size) -> AttentionShape:
-    return AttentionShape(dtype=dtype, mode=mode, length_tokens=length_tokens, **size._asdict())
+def attention_call(implementation: str, shape: AttentionShape, data: list[Tensor]) -> Callable[[], Tensor]:
+    """Build one causal call; in mode "forward+backward" it computes the gradients of query, key, value and lambda.
+
+    Args:
+        implementation: "diff BACKEND", our op with H heads of width 2 D and a lambda for each; "softmax BACKEND", our op for
+            the same-size Transformer with 2 H heads of width D; "torch sdpa" or "torch cudnn", PyTorch's kernels for it.
+        data: Result of `draw`, shared between implementations.
+    """
+    family, _, name = implementation.partition(" ")
+    inputs = by_head(data, shape, maps=2 if family == "diff" else 1)
+    if family == "diff":
+        inputs.append(torch.full((shape.heads,), LAMBDA, device=data[0].device))
+        return timed_call(partial(differential_attention, *inputs, is_causal=True, backend=name), inputs, shape)
+    if family == "softmax":
+        return timed_call(partial(softmax_attention, *inputs, is_causal=True, backend=name), inputs, shape)
+
+    query, key, value = inputs
+
+    def attend() -> Tensor:
+        with nullcontext() if data[0].device.type == "cpu" else sdpa_kernel(TORCH_KERNELS[name], set_priority=True):
+            # PyTorch aligns a causal mask top-left: the one query of decoding would see one key.
+            return F.scaled_dot_product_attention(query, key, value, is_causal=shape.mode != "decode")
+
+    return timed_call(attend, inputs, shape)
 
 
-def _unsuited(backend: str, shape: AttentionShape, settings: Settings) -> str | None:
-    longest, why = settings.defaults.longest_tokens.get(backend), "takes many times as long as the others"
-    if BACKENDS[backend].has_quadratic_memory(problem_of(shape, "differential", settings.device)):
-        if settings.backends is not None:
-            return _too_large(shape)
-        longest, why = QUADRATIC_MEMORY_MAX_LENGTH, "takes O(n^2) memory"
-    is_short = longest is None or shape.queries_tokens * shape.length_tokens <= longest**2
-    if is_short or settings.backends is not None:
-        return None
-    return f"{why}: above {longest:,} tokens only where --backends names it"
+def timed_call(attend: Callable[[], Tensor], inputs: list[Tensor], shape: AttentionShape) -> Callable[[], Tensor]:
+    """Build a call of `attend`, with the gradients of its inputs in mode "forward+backward"."""
+    for tensor in inputs:
+        tensor.requires_grad_(shape.has_backward)
+    grad = torch.randn_like(inputs[2])  # outputs have the value's shape
 
+    def call() -> Tensor:
+        with torch.set_grad_enabled(shape.has_backward):
+            out = attend()
+            if shape.has_backward:
+                torch.autograd.grad(out, inputs, grad)
+        return out
 
-def _too_large(shape: AttentionShape) -> str | None:
-    needed = MAP_COPIES * 2 * shape.batch * shape.heads * shape.queries_tokens * shape.length_tokens * 4
-    if needed <= MAPS_BUDGET_BYTES:
-        return None
-    size = f"{MAP_COPIES} copies of its n x n maps in fp32 take {needed / 2**30:.1f} GiB"
-    return f"{size}, more than the budget of {MAPS_BUDGET_BYTES / 2**30:g} GiB"
+    return call

@@ -248,12 +248,14 @@ def _flag(action: Any) -> str:
 
 def _shown(action: Any) -> str:
     """Return a flag with a word for its value, or the name of a positional."""
+    kind: Any = next((one for one in _types(getattr(action, "_typehint", None)) if one is not type(None)), None)
     if not action.option_strings:
+        if get_origin(kind) is Literal:
+            return "|".join(map(str, get_args(kind)))
         name = _flag(action).removesuffix("S" if action.nargs else "")
         return f"[{name}]" if action.nargs == "?" else f"{name}..." if action.nargs else name
     if _is_switch(action):
         return _flag(action)
-    kind: Any = next((one for one in _types(getattr(action, "_typehint", None)) if one is not type(None)), None)
     if get_origin(kind) is Literal:
         return f"{_flag(action)} {'|'.join(map(str, get_args(kind)))}"
     words = {int: "N", float: "X", bool: "true|false", list: "A,B,...", dict: "{...}"}

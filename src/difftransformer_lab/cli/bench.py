@@ -1,50 +1,64 @@
 """difftransformer bench."""
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
-import torch
-
-from difftransformer.files import write_text_atomically
-
-from ..bench import Settings, steps_of
-from ..bench.settings import Step
-from ..bench.steps import Part
-from ..environment import command_line, environment, foreign_cpu_share, now
-from ..report.bench import print_bench
-from ..report.bench_figures import bench_drawings
+from ..bench.settings import Settings
+from ..bench.tables import grouped, label, time_tables
 from ..results import Bench, BenchRow, write_result
+from ..table import Table
 from .arguments import check_device, use_threads
-from .console import console, show
+from .console import log, show, show_table
 from .progress import Bars, study_progress
+
+Part = Literal["attention", "models"]
+QUIET_SHARE = 0.03
+"""Share of a machine that other processes may take before times mean little."""
 
 
 def declare(_: str) -> type:
-    """Return the dataclass whose fields the command takes beside the arguments of `run`."""
     return Settings
 
 
 def run(part: Part, out: str = "reports/bench", *, verb: str, options: Settings) -> int:
-    """Time attention and models of DIFF against the same-size Transformer, interleaved in one run.
+    """Time attention or models of DIFF against the same-size Transformer, interleaved in one run.
 
     Args:
-        part: What to measure: "attention" forward, backward and decoding; its peak "memory"; "models", a training step,
-            prefill and decoding of DIFF, its twin, transformers' Llama and DiffLlama, all of one shape; "generation",
-            decoding behind a long cache by DIFF, DiffLlama with the same weights and the Transformer; or "all" of these.
-        out: Folder for results.json, and for a figure of each part that was timed.
+        part: What to time: attention by itself, forward, backward and decoding; or whole models, a training step, prefill and
+            decoding of DIFF, DIFF V2, the twin and transformers' Llama.
+        out: Folder for PART.json.
         verb: The command.
         options: What to measure and for how long.
     """
     use_threads(options.threads)
     check_device(options.device)
-    settings = replace(options, threads=torch.get_num_threads())
-    measure_and_write(steps_of(part, settings), Path(out), settings.device)
+    if part == "attention":
+        from ..bench.attention import attention_steps as steps_of
+    else:
+        from ..bench.models import model_steps as steps_of
+    measure_and_write(steps_of(options), Path(out, f"{part}.json"), options.device)
     return 0
 
 
-def measure_and_write(steps: list[Step], out: Path, device: str, command: str | None = None) -> None:
-    share = foreign_cpu_share()
-    rows = _measure(steps)
+def measure_and_write(
+    steps: Mapping[str, Callable[[], list[BenchRow]]],
+    path: Path,
+    device: str,
+    command: str | None = None,
+    tables: Callable[[Bench], list[Table]] = time_tables,
+) -> None:
+    """Run steps with a progress bar, print tables and write the rows."""
+    from ..environment import command_line, environment, foreign_cpu_share, now
+
+    share, rows = foreign_cpu_share(), list[BenchRow]()
+    with study_progress() as progress:
+        bars = Bars(progress)
+        for done, (step, measure) in enumerate(steps.items()):
+            line = f"{done + 1} of {len(steps)}: {step}"
+            bars.update("benchmark", done, len(steps), line, at_once=True, loss=step)
+            rows += measure()
+        bars.hide("benchmark")
     result = Bench(
         command=command or command_line(),
         created=now(),
@@ -53,22 +67,11 @@ def measure_and_write(steps: list[Step], out: Path, device: str, command: str | 
         foreign_cpu_share=share() if device == "cpu" else None,
         rows=rows,
     )
-    path = write_result(result, out / "results.json")
-    print_bench(result, console)
-    for drawing in bench_drawings(result):
-        write_text_atomically(path.with_name(f"{drawing.name}.svg"), drawing.svg)
-        show(f"Figure: {path.with_name(f'{drawing.name}.svg')}")
-    show(f"Results: {path}")
-
-
-def _measure(steps: list[Step]) -> list[BenchRow]:
-    """Run the steps with a progress bar and the time left; without a terminal, print a line for each step."""
-    rows: list[BenchRow] = []
-    with study_progress() as progress:
-        bars = Bars(progress)
-        for done, step in enumerate(steps):
-            line = f"{done + 1} of {len(steps)}: {step.label}"
-            bars.update("benchmark", done, len(steps), line, at_once=True, loss=step.label)
-            rows += step.measure()
-        bars.hide("benchmark")
-    return rows
+    for table in tables(result):
+        show_table(table)
+    left_out = grouped((row for row in rows if row.left_out), lambda row: (row.implementation, row.left_out))
+    for (name, reason), those in left_out.items():
+        log(f"Left out: {name} of {', '.join(f'{row.work} {label(row)}' for row in those)}: {reason}")
+    if (foreign := result.foreign_cpu_share or 0.0) > QUIET_SHARE:
+        show(f"Other processes took {foreign:.0%} of this machine meanwhile; repeat it when it is idle.")
+    show(f"Results: {write_result(result, path)}")

@@ -1,14 +1,22 @@
 """What a model costs compared with its twin: training step, prefill, decoding and memory."""
 
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
+from difftransformer.errors import DiffTransformerError
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM, count, weights_and_kv_bytes
 
-from ..bench.memory import peak_training_bytes
-from ..bench.model_work import decode_work, prefill_work, training_work
+from ..bench.models import decode_work, prefill_work, training_work
 from ..bench.timing import time_interleaved
+from ..child import start_child
 from ..results import CostRow, Timing
 
 REPEATS = 7
@@ -16,6 +24,8 @@ DECODE_TOKENS = 16
 SHORT, LONG = 4096, 65_536  # context lengths of the memory columns, in tokens
 # arXiv:2410.05258 section 3.2: a 6.8B DIFF matches the loss of an 11B Transformer (62.2 %), by the fitted curves.
 PAPER_SHARE = 0.62
+# Variables of glibc that return freed blocks to the system at once, so that the peak counts only memory in use.
+RETURN_FREED_BLOCKS = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def measure_costs(
@@ -71,3 +81,52 @@ def _smaller(name: str, configs: Mapping[str, DiffTransformerConfig], labels: Ma
         weights_and_kv_bytes_4k=round(weights + SHORT * kv_bytes),
         weights_and_kv_bytes_64k=round(weights + LONG * kv_bytes),
     )
+
+
+def peak_training_bytes(config: DiffTransformerConfig, *, rows: int, context_tokens: int, threads: int) -> int:
+    """Measure the peak of two training steps: weights, gradients, both moments and activations.
+
+    They run in a fresh process, because allocators keep memory.
+    """
+    spec = json.dumps({"config": config.to_dict(), "rows": rows, "context": context_tokens, "threads": threads})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with start_child(__name__, spec, env=os.environ | RETURN_FREED_BLOCKS, **pipes) as process:
+        lines = process.stdout.read().decode(errors="replace").splitlines()  # type: ignore[union-attr]
+    if process.returncode:
+        reason = lines[-1] if lines else f"status {process.returncode}"
+        raise DiffTransformerError(f"the memory measurement failed: {reason}")
+    return int(next(line for line in reversed(lines) if line.isdecimal()))
+
+
+def main(arguments: list[str]) -> int:
+    """Train as a spec says, and print the peak in bytes."""
+    spec = json.loads(arguments[0])
+    torch.set_num_threads(spec["threads"])
+    torch.manual_seed(0)
+
+    def train() -> None:
+        model = DiffTransformerForCausalLM(DiffTransformerConfig.from_dict(spec["config"]))
+        step = training_work(model, spec["rows"], spec["context"])
+        step()
+        step()
+
+    sys.stdout.write(f"{peak_bytes(train)}\n")
+    return 0
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Measure the peak of the resident set during the work, above its size before."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which the imports have set
+    before = _resident_bytes("VmRSS")
+    work()
+    return _resident_bytes("VmHWM") - before
+
+
+def _resident_bytes(field: str) -> int:
+    """Read VmRSS (now) or VmHWM (peak) of this process."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # other systems tell only the peak
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
