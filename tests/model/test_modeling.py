@@ -463,7 +463,9 @@ class TestImplementations:
     )
     def test_unknown_is_refused_with_the_allowed_names(self, name):
         allowed = re.escape("difftransformer, eager, paged|eager, sdpa")
-        words = f"not supported; leave it out for the default, 'difftransformer' .*, or choose one of {allowed}$"
+        words = (
+            rf"not supported; leave it out for the default kernels \('difftransformer'\), or choose one of {allowed}$"
+        )
         with pytest.raises(ConfigError, match=words):
             DiffTransformerForCausalLM._from_config(tiny_config(), attn_implementation=name)
         model = tiny()
@@ -500,7 +502,7 @@ class TestImplementations:
         model.set_attn_implementation(name)
         assert {layer.self_attn.backend for layer in model.model.layers} == {"auto"}
         heard.close()
-        words = f"attn_implementation='{name}': this package's own kernels, the default, are used in its place"
+        words = f"attn_implementation='{name}': the model's default kernels are used in its place"
         assert heard.lines == [words]
 
 

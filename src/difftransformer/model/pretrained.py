@@ -42,14 +42,12 @@ def known_implementation(name: str | None) -> str:
     if known not in ATTN_IMPLEMENTATIONS:
         known = known.removeprefix("paged|")  # the older names for continuous batching
     if known in FLASH_ATTENTION:
-        logger.warning_once(
-            f"attn_implementation={name!r}: this package's own kernels, the default, are used in its place"
-        )
+        logger.warning_once(f"attn_implementation={name!r}: the model's default kernels are used in its place")
         return "difftransformer"
     if known not in ATTN_IMPLEMENTATIONS:
         raise ConfigError(
-            f"attn_implementation={name!r} is not supported; leave it out for the default, 'difftransformer' (this package's "
-            f"own kernels), or choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
+            f"attn_implementation={name!r} is not supported; leave it out for the default kernels ('difftransformer'), "
+            f"or choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
         )
     return known
 
