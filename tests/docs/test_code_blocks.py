@@ -192,7 +192,7 @@ def test_commands_parse(path, tmp_path, monkeypatch, capsys):
         if not words or words[0].startswith("-"):
             assert main(words) == 0, where
             continue
-        if {"--help", "-h"} & set(words):
+        if {"--help", "-h", "--list"} & set(words):
             continue
         with monkeypatch.context() as patch:
             status, calls = parsed(words, patch)

@@ -68,6 +68,8 @@ def run(
         options: Options of the task; None for a suite.
     """
     name = verb.removeprefix("eval ")
+    if name == "ask":
+        models, options = _with_questions(models, options)
 
     def check() -> None:
         check_positive(batch_tokens=batch_tokens, context_tokens=context_tokens)
@@ -107,6 +109,16 @@ def run(
         return _show_all(suite.name, results, missing, models, folder, verb) if crew.is_first else 0
 
     return run_together(evaluate, device, processes, check)
+
+
+def _with_questions(models: list[str], options: Any) -> tuple[list[str], Any]:
+    """Take the file of questions, which stands behind the models, out of them."""
+    if options.questions:
+        return models, options
+    *models, questions = models
+    if not models or not questions.endswith(".jsonl"):
+        raise ConfigError("give models and a file of questions: eval ask MODEL questions.jsonl")
+    return models, dataclasses.replace(options, questions=questions)
 
 
 def _show_one(result: "TaskResult", stem: Path, verb: str, model: str) -> int:

@@ -7,6 +7,8 @@ from difftransformer.errors import ConfigError
 REPLIES = {
     "train --resume": "train RUN goes on with the run in the folder RUN, and so does the command that started it",
     "train --seeds": "train makes one run; compare RECIPE --seeds N trains N of each model",
+    "eval --data": "eval ask MODEL questions.jsonl asks questions of your own",
+    "eval needle --length": "use --lengths N, or --lengths N,N,... for several",
     "train --batch-size": "use --set training.batch_tokens=N, the number of tokens of a step",
 }
 
@@ -17,6 +19,9 @@ def check_guesses(verb: str, words: Sequence[str]) -> None:
     Raises:
         ConfigError: There is one.
     """
+    if verb == "compare" and len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
+        models = " ".join(words[:2])
+        raise ConfigError(f"it trains the models of one recipe; eval quick {models} compares trained ones")
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
         if reply := REPLIES.get(f"{verb} {flag}"):

@@ -92,6 +92,9 @@ def _main(words: list[str]) -> int:
     if words[0] == "--version":
         print(__version__)
         return 0
+    if words in (["tasks"], ["eval", "list"], ["eval", "--list"]):
+        print(*_tasks()[1:], sep="\n")
+        return 0
     # Commands draw one progress bar. transformers would draw one for every small file that it writes or reads.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     verb = words[0]
@@ -152,7 +155,8 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _meant(word: str, known: Sequence[str] | dict[str, str], *, others: Sequence[str] = ()) -> str:
-    near = get_close_matches(word, [*known, *others], n=1)
+    longer = [one for one in known if word.startswith(one)]  # such as evaluate
+    near = longer or get_close_matches(word, [*known, *others], n=1)
     return f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(known)}"
 
 
@@ -206,8 +210,8 @@ def _tasks() -> list[str]:
         "difftransformer eval TASK MODEL... asks one or more models one task; eval TASK --help shows its options:",
         *(f"  {name:<15}{line}" for name, line in task_help().items()),
         "",
-        "difftransformer eval SUITE MODEL... runs several tasks and writes one page. A suite is "
-        f"{', '.join(shipped_recipes('suites'))} or FILE.yaml.",
+        "difftransformer eval SUITE MODEL... runs several tasks and writes one page; SUITE is FILE.yaml or",
+        *(f"  {name}" for name in shipped_recipes("suites")),
     ]
 
 
@@ -219,7 +223,7 @@ def _help() -> str:
         for place, (verb, line) in enumerate(members.items())
     ]
     others = [
-        "  difftransformer COMMAND --help   its arguments; eval --help lists the tasks",
+        "  difftransformer COMMAND --help   its arguments; eval --list has the tasks",
         "  difftransformer --version        the version",
         "  --debug                          with any command: the traceback of an error",
     ]

@@ -1,4 +1,4 @@
-"""Where attention goes: answer, other context, first token and query, by the depth of the answer.
+"""Where attention goes: answer, other context, first token and query, by the answer's depth.
 
 This is arXiv:2410.05258 Figure 1 and Table 3: where does the last prompt token look?
 

@@ -1,7 +1,7 @@
-"""Tasks of lm-eval, the evaluation harness, for suites and for `quantized`; `lm_eval --model hf` runs them on exports.
+"""Tasks of lm-eval, the evaluation harness, for suites and for `quantized`.
 
-The paper's seven tasks, zero-shot and with 5 shots, are in its Tables 1 and 8 (arXiv:2410.05258). Each task is one request,
-so an interrupted evaluation continues with the next one.
+Alone, `lm_eval --model hf` runs them on exports. The paper's seven tasks, zero-shot and with 5 shots, are in its Tables 1 and 8
+(arXiv:2410.05258). Each task is one request, so an interrupted evaluation continues with the next one.
 """
 
 import importlib.metadata
