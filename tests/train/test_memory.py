@@ -44,8 +44,8 @@ RATES = {
 }
 
 
-LONG = ("paper-64k", "paper-math-sft")  # a step has 64 rows, whose activations are computed again
-TRACED = ("paper-830m", "paper-3b", "paper-13.1b")  # the smallest, the paper's own and the largest
+LONG = "paper-64k"  # a step has 64 rows, whose activations are computed again
+TRACED = ("paper-830m", "paper-13.1b")  # the smallest and the largest
 
 
 def test_every_shipped_recipe_of_the_paper_is_tested():
@@ -131,8 +131,7 @@ def test_formula_and_trace_agree():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     ratios = json.loads(done.stdout.splitlines()[-1])
-    assert {case.partition(",")[0] for case in ratios} == {*TRACED, *LONG}
-    assert sum("128" in case for case in ratios) == 1
+    assert len(ratios) == 6
     assert {case: ratio for case, ratio in ratios.items() if not 0.85 < ratio < 1.15} == {}
 
 
@@ -140,20 +139,17 @@ def trace_all():
     """Print formula over trace of recipes as one of 64 or 128 processes with one row at once."""
     from tests.support.memory_trace import traced_bytes
 
-    cases = [(name, "diff", {"shard": 64}) for name in TRACED]
-    cases += [("paper-3b", "softmax", {"shard": 64}), ("paper-3b", "diff", {"shard": 128})]
-    cases += [(name, "diff", {"shard": 64}) for name in LONG]
-    cases += [("paper-64k", "diff", {"shard": 32, "context": 4})]
-    cases += [("paper-3b", word, {"shard": 16, "tensor": 4}) for word in ("diff", "softmax")]
-    cases += [("paper-64k", "diff", {"shard": 16, "tensor": 2, "context": 2})]
-    cases += [("paper-830m", "diff with QK norm", {"shard": 64})]
+    cases = [(name, "diff", {"shard": 64}) for name in (*TRACED, LONG)]
+    cases += [("paper-3b", "softmax", {"shard": 16, "tensor": 4})]
+    cases += [(LONG, "diff", {"shard": 16, "tensor": 2, "context": 2})]
+    cases += [("paper-830m", "diff with QK norm", {"shard": 128})]
     ratios = {}
     for name, word, degrees in cases:
         recipe = load_recipe(name)
         config = recipe.planned_config().twin(word.split()[0])
         config.qk_norm = "QK norm" in word
         rows = {"batch_tokens": degrees["shard"] * recipe.training.context_tokens}
-        training = replace(recipe.training, gradient_checkpointing=name in LONG, **rows)
+        training = replace(recipe.training, gradient_checkpointing=name == LONG, **rows)
         way = divided(**degrees)
         ratios[f"{name}, {word}, {degrees}"] = step_bytes(config, training, *way).total / traced_bytes(
             config, training, *way
