@@ -63,7 +63,7 @@ OF_THREE = [
 
 def test_a_study_prints_a_line_for_each_run_with_the_time_left(clock, capfd):
     jobs = jobs_of(3)
-    with progress.study_progress() as bars:
+    with progress.Bars() as bars:
         watch = progress.watch_study(bars, "study small")
         watch(jobs)
         for i, job in enumerate(jobs):
@@ -80,7 +80,7 @@ def test_a_study_prints_a_line_for_each_run_with_the_time_left(clock, capfd):
 def test_a_study_counts_its_runs_anew_after_learning_rates_were_chosen(clock, monkeypatch):
     shown = Console(width=120, file=StringIO())
     monkeypatch.setattr(progress, "console", shown)
-    with progress.study_progress() as bars:
+    with progress.Bars() as bars:
         watch = progress.watch_study(bars, "study small")
         for count in (3, 2):
             jobs = jobs_of(count)
@@ -98,7 +98,7 @@ def test_the_time_left_of_a_study_weighs_runs_by_the_time_of_their_kind(clock, c
     jobs = jobs_of(3)
     for job, seconds in zip(jobs, (60.0, 60.0, 600.0), strict=True):
         job.expected_seconds = seconds
-    with progress.study_progress() as bars:
+    with progress.Bars() as bars:
         watch = progress.watch_study(bars, "study small")
         watch(jobs)
         for job in jobs[:2]:
@@ -119,24 +119,12 @@ def test_the_time_left_of_a_study_weighs_runs_by_the_time_of_their_kind(clock, c
 def test_a_run_that_goes_on_is_judged_by_its_own_steps(clock, capfd):
     ones = dict.fromkeys(("gradient_norm", "learning_rate", "tokens", "seconds"), 1)
     metrics = StepMetrics(step=0, loss_nats=2.0, tokens_per_second=1000.0, lambdas=[], **ones)
-    with progress.training_progress() as bars:
+    with progress.Bars() as bars:
         watch = progress.watch_steps(bars, "run", 1000)
         for step in (500, 600):
             watch(replace(metrics, step=step))
             clock[0] += 10
     assert "run: step 600 of 1000, loss 2.000, 1,000 tokens/s, about 40 s left" in capfd.readouterr().out.splitlines()
-
-
-def test_a_finished_bar_has_no_time_left(monkeypatch):
-    shown = Console(force_terminal=True, width=120, file=StringIO())
-    monkeypatch.setattr(progress, "console", shown)
-    bars = progress._display()
-    task = bars.add_task("study", total=2)
-    for done, has_left in ((1, True), (2, False)):
-        bars.update(task, completed=done)
-        with shown.capture() as text:
-            shown.print(bars.get_renderable())
-        assert ("left" in text.get()) == has_left
 
 
 def test_reports_have_the_titles_around_them_and_go_to_the_innermost_listener():
@@ -176,9 +164,3 @@ def test_parts_of_the_work_are_reported_as_one():
     assert told == [(1, 4, "checking, a"), (2, 4, "checking"), (3, 4, "checking, a"), (4, 4, "checking")]
     with part(0, 1):
         report(1, 2)  # without a listener
-
-
-def test_a_small_curve_is_high_where_the_loss_is():
-    assert progress.small_curve([8.0, 4.5, 1.0]) == "\u2588\u2585\u2581"
-    assert progress.small_curve([2.0]) == "\u2581"
-    assert len(progress.small_curve([float(i) for i in range(100)])) == 12

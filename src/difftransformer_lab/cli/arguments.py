@@ -1,12 +1,12 @@
-"""The words of a command: how a verb's signature becomes a parser and a page of help, and arguments that several share."""
+"""The words of a command: how the signature of a verb becomes a parser and a page of help, and arguments that several share."""
 
+import argparse
 import dataclasses
 import inspect
 import math
 import os
 import re
 import shutil
-import textwrap
 from difflib import get_close_matches
 from types import ModuleType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -23,7 +23,7 @@ HELP_COLUMN = 27
 SHARED_HELP = "difftransformer eval quick --help"
 DEVICES = ("cpu", "cuda")
 MOST_THREADS = 64
-"""Or as many as there are cores; the runs of other machines can be repeated with their number of threads."""
+"""Or as many as there are cores; runs of other machines can be repeated with their number of threads."""
 # The argument `set` of every command with a recipe.
 SET: dict[str, Any] = {
     "action": "append",
@@ -33,15 +33,10 @@ SET: dict[str, Any] = {
 
 
 def use_threads(threads: int | None) -> None:
-    """Set the number of CPU threads that torch uses. None keeps the current number.
-
-    Raises:
-        ConfigError: The number is below 1, or larger than any machine needs.
-    """
+    """Set the number of CPU threads that torch uses, unless it is None."""
     check_positive(threads=threads)
     if threads is not None:
-        most = max(MOST_THREADS, os.cpu_count() or 1)
-        if threads > most:
+        if threads > (most := max(MOST_THREADS, os.cpu_count() or 1)):
             raise ConfigError(f"--threads {threads}: give at most {most}")
         import torch
 
@@ -49,34 +44,25 @@ def use_threads(threads: int | None) -> None:
 
 
 def check_positive(**flags: int | None) -> None:
-    """Check that flags, by name, are at least 1; None passes.
-
-    Raises:
-        ConfigError: A flag is below 1.
-    """
+    """Check that flags are at least 1 or None."""
     for name, value in flags.items():
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least 1")
 
 
 def check_device(device: str) -> None:
-    """Check that a device exists.
-
-    Raises:
-        ConfigError: The device is unknown, or "cuda" on a machine without a CUDA device.
-    """
+    """Check that a device exists here."""
     if device not in DEVICES:
         raise ConfigError(f"--device {device}: choose one of {', '.join(DEVICES)}")
     if device == "cuda":
         import torch
 
-        if torch.cuda.is_available():
-            return
-        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
+        if not torch.cuda.is_available():
+            raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
 
 
 def check_text(text: str, where: str = "the prompt") -> None:
-    """Check that a text says something, in Unicode; `where` says where it is from."""
+    """Check that a text is Unicode and not empty."""
     if not text.strip():
         raise ConfigError(f"{where} is empty; give a text")
     try:
@@ -85,37 +71,12 @@ def check_text(text: str, where: str = "the prompt") -> None:
         raise DataError(f"{where}: not UTF-8; convert it") from None
 
 
-class Parser(ArgumentParser):
-    """Reads a verb's words, with one spelling of flags, and describes them on one screen."""
+def parser_of(prog: str, description: str, module: ModuleType, own: type | None) -> ArgumentParser:
+    """Make the parser of a verb from the parameters of `run` in its module and the fields of `own`.
 
-    def page(self, own: type | None = None) -> str:
-        """Return the help. With options of its own, a verb describes those, and only names the flags that it shares."""
-        named = {field.name for field in dataclasses.fields(own)} if own else set()
-        actions = [action for action in self._actions if action.dest != "help"]
-        positional = [action for action in actions if not action.option_strings]
-        flags = [action for action in actions if action.option_strings]
-        described = [*positional, *(action for action in flags if not named or action.dest in named)]
-        shared = [_flag(action) for action in flags if action not in described]
-        width = min(100, max(80, shutil.get_terminal_size((100, 24)).columns))
-        lines = [
-            f"usage: {self.prog} {' '.join(map(_shown, positional))} [options]",
-            "",
-            *textwrap.wrap(str(self.description), width),
-            "",
-            *(line for action in described for line in _entry(action, width)),
-        ]
-        if shared:
-            text = f"and the options of every task (see {SHARED_HELP}): {' '.join(shared)}"
-            lines += ["", *textwrap.wrap(text, width, break_on_hyphens=False)]
-        return "\n".join(lines)
-
-
-def parser_of(prog: str, description: str, module: ModuleType, own: type | None) -> Parser:
-    """Return the parser of a verb: the parameters of `run` in its module, and the fields of `own`.
-
-    A bool that is False by default is a switch. `ARGUMENTS` of the module declare positionals that are optional or repeated.
+    `ARGUMENTS` of the module declare positionals that are optional or repeated.
     """
-    parser = Parser(prog=prog, description=description, exit_on_error=False)
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
     declared: dict[str, dict[str, Any]] = getattr(module, "ARGUMENTS", {})
     if "set" in inspect.signature(module.run).parameters:
         declared = declared | {"--set": SET}
@@ -128,8 +89,40 @@ def parser_of(prog: str, description: str, module: ModuleType, own: type | None)
     return parser
 
 
-def read_words(parser: Parser, words: list[str]) -> dict[str, Any]:
-    """Return the values of a verb's words.
+def help_page(parser: ArgumentParser, own: type | None = None) -> str:
+    """Describe a verb. With options of its own it describes those, and only names the flags that it shares."""
+    named = {field.name for field in dataclasses.fields(own)} if own else set()
+    actions = [action for action in parser._actions if action.dest != "help"]
+    positional = [action for action in actions if not action.option_strings]
+    flags = [action for action in actions if action.option_strings]
+    described = [*positional, *(action for action in flags if not named or action.dest in named)]
+    shared = [_flag(action) for action in flags if action not in described]
+    width = min(100, max(80, shutil.get_terminal_size((100, 24)).columns))
+    page = _Help(parser.prog, max_help_position=HELP_COLUMN, width=width + 2)  # argparse keeps two columns free
+    page.add_usage(f"{parser.prog} {' '.join(map(_shown, positional))} [options]", [], [], "usage: ")
+    page.add_text(parser.description)
+    page.start_section("arguments")
+    page.add_arguments(described)
+    page.end_section()
+    if shared:
+        page.add_text(f"and the options of every task (see {SHARED_HELP}): {' '.join(shared)}")
+    return page.format_help().rstrip()
+
+
+class _Help(argparse.HelpFormatter):
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return _shown(action)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_empty = action.default is False or action.default in (None, "", [])
+        if is_empty or not action.option_strings or re.search(r"by default|Defaults? ", text):
+            return text
+        return f"{text.rstrip('.')} (default: {str(action.default).replace(' ', '')})"
+
+
+def read_words(parser: ArgumentParser, words: list[str]) -> dict[str, Any]:
+    """Parse the words of a verb.
 
     Raises:
         ConfigError: A word is unknown, missing or no such value.
@@ -147,7 +140,7 @@ def read_words(parser: Parser, words: list[str]) -> dict[str, Any]:
     return values
 
 
-def _normal(parser: Parser, words: list[str]) -> list[str]:
+def _normal(parser: ArgumentParser, words: list[str]) -> list[str]:
     """Spell flags as the parser does, put a single value of a list into brackets, and give a switch its value.
 
     Words that belong to no flag come first: argparse counts an optional one as left out if it follows a flag.
@@ -163,47 +156,34 @@ def _normal(parser: Parser, words: list[str]) -> list[str]:
             plain.append(word)
             continue
         action = known.get(flag.replace("_", "-"))
-        takes = ("true", "false") if action is not None and _is_switch(action) else left[:1]
-        if not equals and left and left[0] in takes and not left[0].startswith("--"):
+        is_switch = action is not None and _is_switch(action)
+        if not equals and left and not left[0].startswith("--") and (not is_switch or left[0] in ("true", "false")):
             equals, value = "=", left.pop(0)
-        elif not equals and action is not None and _is_switch(action):
+        elif not equals and is_switch:
             equals, value = "=", "true"
         if action is not None:
             flag = action.option_strings[0]
-            if equals and list in _types(getattr(action, "_typehint", None)):
-                value = _listed(value)
+            is_list = any(get_origin(kind) is list for kind in _kinds(action))
+            if is_list and value and value != "null" and not value.startswith("["):
+                value = f"[{value}]"
         flags.append(flag + equals + value)
     return [*plain, *flags]
 
 
-def _is_switch(action: Any) -> bool:
-    return getattr(action, "_typehint", None) is bool and action.default is False
-
-
-def _listed(value: str) -> str:
-    return value if value.startswith("[") or value in ("", "null") else f"[{value}]"
-
-
-def _types(annotation: Any) -> list[Any]:
-    """Return the types that an annotation allows; list and dict without those of their items."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return [get_origin(member) if get_origin(member) in (list, dict) else member for member in members]
-
-
-def _sentence(parser: Parser, text: str) -> str:
+def _sentence(parser: ArgumentParser, text: str) -> str:
+    """Say in a sentence of our own what jsonargparse found wrong, and what is allowed."""
     advice = f"; see {parser.prog} --help"
-    if wrong := re.match(r'Parser key "([^"]+)": .*(?:Got|Given) value: (.*)$', text):
-        action = next((action for action in parser._actions if action.dest == wrong[1]), None)
-        if action is not None:
-            expected = " or ".join(filter(None, map(_expected, _types(getattr(action, "_typehint", None)))))
-            return f"{_flag(action)} {short(wrong[2])}: expected {expected}{advice}"
+    actions = {action.dest: action for action in parser._actions}
+    if (wrong := re.match(r'Parser key "([^"]+)": .*(?:Got|Given) value: (.*)$', text)) and wrong[1] in actions:
+        expected = " or ".join(filter(None, map(_expected, _kinds(actions[wrong[1]]))))
+        return f"{_flag(actions[wrong[1]])} {short(wrong[2])}: expected {expected}{advice}"
     if missing := re.match(r"the following arguments are required: (.*)", text):
-        names = {action.dest: _shown(action) for action in parser._actions}
-        return f"give {', '.join(names.get(name, name) for name in missing[1].split(', '))}{advice}"
+        return f"give {', '.join(_shown(actions[name]) for name in missing[1].split(', '))}{advice}"
     if unknown := re.match(r"unrecognized arguments: (--[^ =]+)(?:[ =]([^ -]\S*))?", text, re.IGNORECASE):
         name = unknown[1].removeprefix("--").replace("-", "_")
-        section = next((key for key, fields in _recipe_fields(parser) if name in fields), None)
-        if section:
+        if name in actions:
+            return f"no option {short(unknown[1])}: {_flag(actions[name])} stands without a flag{advice}"
+        if section := next((key for key, fields in _recipe_sections(parser) if name in fields), None):
             return f"no option {short(unknown[1])}; use --set {section}.{name}={unknown[2] or 'VALUE'}"
         flags = [_flag(action) for action in parser._actions if action.option_strings]
         near = get_close_matches(unknown[1].replace("_", "-"), flags, n=1)
@@ -211,8 +191,8 @@ def _sentence(parser: Parser, text: str) -> str:
     return f"{text}{advice}"
 
 
-def _recipe_fields(parser: Parser) -> list[tuple[str, Any]]:
-    """Return the fields of a recipe's sections, those that the shipped demo names, where a command takes --set."""
+def _recipe_sections(parser: ArgumentParser) -> list[tuple[str, Any]]:
+    """List the sections of the shipped recipe `demo` and their fields, where a command takes --set."""
     if not any(action.dest == "set" for action in parser._actions):
         return []
     document = read_recipe("demo")
@@ -223,23 +203,22 @@ def _recipe_fields(parser: Parser) -> list[tuple[str, Any]]:
 def _expected(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        return f"a list of {', '.join(get_args(item))}" if get_origin(item) is Literal else "a list such as [1,2]"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): ""}
-    if kind in names:
-        return names[kind]
-    return "a list such as [1,2]" if kind is list else "a mapping such as {name: value}"
+    return names.get(kind, "a mapping such as {name: value}")
 
 
-def _entry(action: Any, width: int) -> list[str]:
-    text = action.help or ""
-    says_default = re.search(r"by default|Defaults? ", text)
-    has_default = action.default is not False and action.default not in (None, "", []) and not says_default
-    if has_default and action.option_strings:
-        text = f"{text.rstrip('.')} (default: {str(action.default).replace(' ', '')})"
-    head = f"  {_shown(action)}"
-    indent = " " * HELP_COLUMN
-    if len(head) > HELP_COLUMN - 2:
-        return [head, *textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)]
-    return textwrap.wrap(text, width, initial_indent=f"{head:<{HELP_COLUMN}}", subsequent_indent=indent) or [head]
+def _kinds(action: Any) -> tuple[Any, ...]:
+    """List the types that an argument allows."""
+    annotation = getattr(action, "_typehint", None)
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_switch(action: Any) -> bool:
+    """Whether an argument is a bool that is False by default."""
+    return getattr(action, "_typehint", None) is bool and action.default is False
 
 
 def _flag(action: Any) -> str:
@@ -247,16 +226,12 @@ def _flag(action: Any) -> str:
 
 
 def _shown(action: Any) -> str:
-    """Return a flag with a word for its value, or the name of a positional."""
-    kind: Any = next((one for one in _types(getattr(action, "_typehint", None)) if one is not type(None)), None)
+    """Write a flag with a word for its value, or the name of a positional."""
+    kind: Any = next((one for one in _kinds(action) if one is not type(None)), None)
+    choices = "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
     if not action.option_strings:
-        if get_origin(kind) is Literal:
-            return "|".join(map(str, get_args(kind)))
         name = _flag(action).removesuffix("S" if action.nargs else "")
-        return f"[{name}]" if action.nargs == "?" else f"{name}..." if action.nargs else name
-    if _is_switch(action):
-        return _flag(action)
-    if get_origin(kind) is Literal:
-        return f"{_flag(action)} {'|'.join(map(str, get_args(kind)))}"
+        return choices or (f"[{name}]" if action.nargs == "?" else f"{name}..." if action.nargs else name)
     words = {int: "N", float: "X", bool: "true|false", list: "A,B,...", dict: "{...}"}
-    return f"{_flag(action)} {words.get(kind) or action.metavar or action.dest.upper().rpartition('_')[2]}"
+    value = choices or words.get(get_origin(kind) or kind) or action.metavar or action.dest.upper().rpartition("_")[2]
+    return _flag(action) if _is_switch(action) else f"{_flag(action)} {value}"

@@ -10,7 +10,7 @@ from ..results import Bench, BenchRow, write_result
 from ..table import Table
 from .arguments import check_device, use_threads
 from .console import log, show, show_table
-from .progress import Bars, study_progress
+from .progress import Bars
 
 Part = Literal["attention", "models"]
 QUIET_SHARE = 0.03
@@ -52,13 +52,10 @@ def measure_and_write(
     from ..environment import command_line, environment, foreign_cpu_share, now
 
     share, rows = foreign_cpu_share(), list[BenchRow]()
-    with study_progress() as progress:
-        bars = Bars(progress)
+    with Bars() as bars:
         for done, (step, measure) in enumerate(steps.items()):
-            line = f"{done + 1} of {len(steps)}: {step}"
-            bars.update("benchmark", done, len(steps), line, at_once=True, loss=step)
+            bars.show("benchmark", done, len(steps), f"{done + 1} of {len(steps)}: {step}", words=step, at_once=True)
             rows += measure()
-        bars.hide("benchmark")
     result = Bench(
         command=command or command_line(),
         created=now(),

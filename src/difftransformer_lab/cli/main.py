@@ -47,7 +47,7 @@ GROUPS = {
         "check causality": "Check that a model does not look into the future",
     },
     "tools": {
-        "bench": "Time attention, models and generation on this machine",
+        "bench": "Time attention or whole models on this machine",
         "build-kernels": "Build the CPU attention kernels ahead of first use",
         "doctor": "Check the backends, print what a bug report needs",
     },
@@ -165,7 +165,7 @@ def module_name(verb: str) -> str:
 
 
 def _run(verb: str, words: list[str]) -> int:
-    from .arguments import parser_of, read_words
+    from .arguments import help_page, parser_of, read_words
     from .console import log_shown
     from .guesses import check_guesses
 
@@ -174,7 +174,11 @@ def _run(verb: str, words: list[str]) -> int:
     about = verbs().get(verb, "Run the tasks of a suite on one or more models")
     parser = parser_of(f"difftransformer {verb}", about, module, own)
     if {"-h", "--help"} & set(words):
-        print(parser.page(own if verb.startswith("eval ") else None), *(_tasks() if verb == "eval" else ()), sep="\n")
+        print(
+            help_page(parser, own if verb.startswith("eval ") else None),
+            *(_tasks() if verb == "eval" else ()),
+            sep="\n",
+        )
         return 0
     check_guesses(verb, words)
     values = read_words(parser, words)

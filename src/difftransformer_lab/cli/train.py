@@ -10,7 +10,7 @@ from ..recipe_files import read_recipe, shipped_recipes
 from .arguments import check_device, check_positive, use_threads
 from .console import resumable, show, show_next
 from .members import run_together
-from .progress import evaluation_progress, training_progress, watch_steps
+from .progress import Bars, evaluation_progress, watch_steps
 from .text_recipe import is_text, write_recipe
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def _train(
                 return stopped.status
             return 0
         was_trained = is_trained(folder, loaded)
-        with resumable(), training_progress() as progress:
-            on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
+        with resumable(), Bars() as bars:
+            on_metrics = watch_steps(bars, loaded.name, loaded.training.steps)
             train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics, callbacks=callbacks)
     newest, steps = checkpoints(folder)[-1], f"all {loaded.training.steps:,} steps"
     show(f"{'Trained before, ' + steps if was_trained else 'Trained ' + steps}: {newest}")
