@@ -5,6 +5,7 @@ one line and exits with status 2.
 """
 
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130  # exit statuses of every command
+EXIT_DIVERGED = 3  # of a run of a study
 EXIT_REQUEUE = 75  # SIGTERM has stopped a run, which saved a checkpoint: BSD's EX_TEMPFAIL, "try again later"
 MOST_QUOTED = 300  # characters of an error of another package
 

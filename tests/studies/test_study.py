@@ -12,7 +12,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from difftransformer.data import byte_tokenizer
-from difftransformer.errors import ConfigError, DataError, EvaluationError
+from difftransformer.errors import EXIT_DIVERGED, ConfigError, DataError, EvaluationError
 from difftransformer.ops import build
 from difftransformer.train import read_metrics
 from difftransformer_lab import environment
@@ -28,7 +28,6 @@ from difftransformer_lab.studies.evaluation import draw_tasks
 from difftransformer_lab.studies.identity import identity
 from difftransformer_lab.studies.jobs import tell, watched_by
 from difftransformer_lab.studies.plan import load_plan, registered
-from difftransformer_lab.studies.run import EXIT_DIVERGED
 from difftransformer_lab.studies.run import main as run_main
 from tests.support.cases import threads
 

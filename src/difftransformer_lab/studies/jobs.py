@@ -12,12 +12,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from difftransformer.errors import EXIT_INTERRUPTED, DiffTransformerError
+from difftransformer.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, DiffTransformerError
 from difftransformer.train import Interrupted, checkpoints
 from difftransformer.train.metrics import METRICS_FILE
 
 from ..child import start_child
-from .run import EXIT_DIVERGED
 
 LOG_FILE = "log.txt"
 WATCH_SECONDS = 0.5

@@ -15,6 +15,7 @@ import torch
 
 from difftransformer.data import Shards, Tokenizer, prepare_shards
 from difftransformer.errors import (
+    EXIT_DIVERGED,
     EXIT_ERROR,
     EXIT_INTERRUPTED,
     CheckpointError,
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 BEGAN_FILE = "began"
 """The file of a run's folder that says when it was first started."""
-EXIT_DIVERGED = 3
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
