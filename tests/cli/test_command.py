@@ -104,6 +104,9 @@ def test_unknown_command(fails):
     (["eval", "needle", "m", "--cities", "none"], "--cities 'none': expected one of all, seen, unseen, apart"),
     (["compare", "x.yaml", "--seeds"], "--seeds"), (["bench", "attention", "--repeats", "1"], "--repeats 1: give at least 3"),
     (["bench", "models", "--threads", "0"], "--threads 0: give at least 1"), (["bench", "everything"], "everything"),
+    (["generate", "m", "--prompt", "hello"], "no option '--prompt': PROMPT stands without a flag"),
+    (["eval", "needle", "m", "--length", "128"], "no option '--length'; did you mean --lengths?"),
+    (["convert", "m", "out", "--to", "diff"], "for that run difftransformer upcycle m out --to diff"),
     (["info", "4b"], "'4b' is neither a preset (tiny, small,"),
 ])  # fmt: skip
 def test_wrong_words(fails, words, message):

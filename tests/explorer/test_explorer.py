@@ -217,7 +217,7 @@ def test_command(tmp_path, monkeypatch, capsys, fails):
     assert "evals/ours/maps.html: open it in a browser" in capsys.readouterr().out
     text = path.read_text()
     assert text.count('class="packed"') == 2
-    assert main(["maps", "ours", "--out", "one.html"]) == 0
+    assert main(["maps", "ours", "--out", "one"]) == 0
     assert (tmp_path / "one.html").is_file()
     for words, message in (
         (["maps", "ours", ""], "the prompt is empty"),

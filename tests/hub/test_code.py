@@ -159,12 +159,14 @@ def test_encoders_and_classifiers(name, remote, tmp_path):
 
 
 @torch.no_grad()
-def test_this_package_opens_the_folder_without_running_its_code(tmp_path):
+def test_this_package_opens_the_folder_without_running_its_code(tmp_path, capsys):
     model = tiny(attention_type="diff_v2")
     model.save_pretrained(tmp_path / "saved")
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "saved"), str(out), "--with-code"]) == 0
     names = {path.name for path in out.iterdir()}
+    assert f"{out}: " in (said := capsys.readouterr().out)
+    assert f"bytes in {len(names)} files" in said
     assert names == {"README.md", "config.json", "generation_config.json", "model.safetensors", *code_files()}
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "saved", out))
     assert after.pop("auto_map")["AutoModelForCausalLM"] == f"{ENTRY}.DiffTransformerForCausalLM"

@@ -46,20 +46,20 @@ def run(
         log(note)
     if done.kept_card:
         log("README.md was edited by hand and is copied unchanged")
-    show(f"{done.folder}: {done.source} as {done.layout}, {done.bytes:,} bytes: {', '.join(done.files)}")
+    show(f"{done.folder}: {done.source} as {done.layout}, {done.bytes:,} bytes in {len(done.files)} files")
     show_next("maps", out)
     return 0
 
 
 def _evaluations(checkpoint: Path) -> list[tuple[str, str]]:
-    """Return the figures of a run's checkpoint, which the run keeps in evals/CHECKPOINT; none for other folders."""
+    """Read the figures of a checkpoint from evals/CHECKPOINT of its run; other folders have none."""
     run = checkpoint.absolute().parents[1]
     rows = []
     if (run / RECORD_FILE).is_file():
         record = read_result(run / RECORD_FILE, RunRecord)
         if record.recipe["data"]["source"] == "python-stdlib":
             library = f"the standard library of Python {record.environment.python}"
-            rows.append(("text", f"{library}; that of another version gives other figures"))
+            rows.append(("text", f"{library}; other versions give other figures"))
     for path in sorted((run / "evals" / checkpoint.name).glob("*.json")):
         try:
             rows += summary_rows(read_result(path, TaskResult))

@@ -28,7 +28,7 @@ def run(
         model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
             without custom code, .gguf file, or owner/name on the Hugging Face hub.
         beside: A second model to compare with, such as the twin.
-        out: The page; evals/MODEL/maps.html by default.
+        out: The page, whose name ends in .html; evals/MODEL/maps.html by default.
         tokens: Most tokens of the text, up to 1024. What follows is cut off, and the page says so.
         device: cpu or cuda.
         dtype: Dtype of the weights; auto keeps the one in which they were saved.
@@ -52,7 +52,10 @@ def run(
             pairs.append((open_model(folder, dtype=dtype).to(device), open_tokenizer(folder)))
         second = pairs[1] if beside is not None else None
         page = maps(*pairs[0], prompt=prompt, beside=second, tokens=tokens, names=tuple(names))
-    path = page.save(out or Path("evals", Path(model).resolve().name, "maps.html"))
+    path = Path(out or Path("evals", Path(model).resolve().name, "maps.html"))
+    if path.suffix != ".html":
+        path = path.with_name(f"{path.name}.html")
+    path = page.save(path)
     log(f"{len(page.html) / 1e6:.2f} MB")
     show(f"{path}: open it in a browser")
     show_next("eval", "needle", *names)
