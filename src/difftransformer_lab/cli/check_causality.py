@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 EXIT_NOT_CAUSAL = 1
 SHORTEST, LENGTH = 2, 513
-_PACKED_TOKENS = 512  # of a call with packed documents; some backends form all maps of so many
+_PACKED_TOKENS = 512  # in a call with packed documents: some backends form maps of that width
 
 
 def run(
@@ -30,17 +30,17 @@ def run(
     device: str = "cpu",
     json: bool = False,
 ) -> int:
-    """Check that no logit of a model depends on later tokens, by changing these and by leaving them out.
+    """Check that no logit of a model depends on later tokens, by replacing them and by leaving them out.
 
-    The model gets random tokens. The exit status is 1 if it looks into the future.
+    The tokens are random. The exit status is 1 if the model looks into the future.
 
     Args:
         model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
             without remote code, .gguf file, or owner/name on the Hugging Face hub.
-        length: Number of tokens, at least 2; 513 by default, or the model's positions. All up to 512 are changed, and then
-            those beside each 16th.
-        dtype: Dtype to compute in; by default fp32 and bf16, and on cuda fp16.
-        backend: Attention backend of a DIFF model or a DiffLlama; by default each that auto may take.
+        length: Number of tokens, at least 2; 513 by default, or the model's positions. Up to 512 all tokens are changed,
+            beyond only those next to every 16th.
+        dtype: Dtype to compute in; by default fp32 and bf16, on cuda also fp16.
+        backend: Attention backend of a DIFF model or a DiffLlama; by default every backend that auto may take.
         seed: Seed of the tokens.
         device: cpu or cuda.
         json: Print JSON instead of sentences.
@@ -73,14 +73,14 @@ def run(
     with nullcontext() if json else evaluation_progress(f"checking {model}"):
         for index, (word, name) in enumerate(tries):
             network, ways = network.to(dtypes[word]), _ways(network)
-            for place, (how, compute) in enumerate(ways.items()):
+            for number, (how, compute) in enumerate(ways.items()):
                 try:
-                    with use_backend(name), progress.part(index * len(ways) + place, len(tries) * len(ways)):
+                    with use_backend(name), progress.part(index * len(ways) + number, len(tries) * len(ways)):
                         result = check_causality(compute, tokens, vocabulary=vocabulary, seed=seed)
                 except BackendUnavailable as error:
                     if backend is not None:
                         raise
-                    reason = str(error).partition(f"{name}: ")[2] or str(error)  # its own, of every backend's
+                    reason = str(error).partition(f"{name}: ")[2] or str(error)  # the error names every backend
                     complain(f"{name} in {word} does not take the model: {reason.partition(';')[0]}")
                     break
                 checks.append({"dtype": word, "backend": name, "how": how, **dataclasses.asdict(result)})
@@ -93,11 +93,11 @@ def run(
         show(dumps({"is_causal": worst.is_causal, "positions": worst.positions, "checks": checks}, indent=2))
     else:
         tried = list(dict.fromkeys((check["dtype"], check["backend"]) for check in checks))
-        asked = ", ".join(dict.fromkeys(str(check["how"]) for check in checks))
+        hows = ", ".join(dict.fromkeys(str(check["how"]) for check in checks))
         named = ", ".join(word if name == "auto" else f"{name} in {word}" for word, name in tried)
-        show(f"{worst.positions} of {tokens.shape[1] - 1} positions changed, {asked}; {named}.")
+        show(f"{worst.positions} of {tokens.shape[1] - 1} positions changed, {hows}; {named}.")
         for what, change in (("were replaced", worst.changed), ("were left out", worst.alone)):
-            at = f" (that of token {change.output} when those from {change.position} on {what})" if change.size else ""
+            at = f" (token {change.output}, when tokens from {change.position} on {what})" if change.size else ""
             show(f"When later tokens {what}, logits changed by at most {change.size:.1e}{at}.")
         verdict = "causal" if worst.is_causal else f"NOT causal: it looks into the future ({where})"
         show(f"{model}: {verdict}. In standard deviations of the logits; up to {worst.tolerance:g} is rounding.")
@@ -107,7 +107,7 @@ def run(
 
 
 def _backends(network: Any, chosen: str | None, device: str) -> list[str]:
-    """Return the backends to try: those that `auto` may take here, or what a model of another package brings."""
+    """List the backends to try: all that `auto` may take here; a model of another package has its own."""
     from difftransformer.ops.backends import TABLE
 
     if chosen is not None:
@@ -118,7 +118,7 @@ def _backends(network: Any, chosen: str | None, device: str) -> list[str]:
 
 
 def _ways(network: Any) -> "dict[str, Callable[[Tensor], Tensor]]":
-    """Return how the logits (B, T, V) of tokens (B, T) are computed: at once, with a cache, and as packed documents."""
+    """Map ways to compute logits (B, T, V) from tokens (B, T): in one pass, with a cache, as packed documents."""
     import torch
 
     def cached(tokens: "Tensor") -> "Tensor":
@@ -130,9 +130,9 @@ def _ways(network: Any) -> "dict[str, Callable[[Tensor], Tensor]]":
         return torch.cat((first.logits, rest.logits), 1)
 
     def packed(tokens: "Tensor") -> "Tensor":
-        # Documents of 37 tokens, so that no border of theirs is one of tiles.
+        # Documents of 37 tokens, so that they do not end where a tile ends.
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None] % 37
-        # At least two rows at a time, since these are laid end to end.
+        # At least two rows at a time, which are laid end to end.
         rows = tokens.split(max(2, _PACKED_TOKENS // tokens.shape[1]))
         return torch.cat([network(some, position_ids=positions, use_cache=False).logits for some in rows])
 

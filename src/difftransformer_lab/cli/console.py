@@ -45,7 +45,7 @@ def show(text: str) -> None:
 
 
 def command(*words: object) -> str:
-    """Return a command of this package as the reader's shell finds it."""
+    """Write a command of this package so that the reader's shell finds it."""
     python = min(sys.executable, os.path.relpath(sys.executable), key=len)
     program = ["difftransformer"] if shutil.which("difftransformer") else [python, "-m", "difftransformer_lab"]
     return shlex.join([*program, *map(str, words)])
@@ -130,10 +130,10 @@ class Gaps:
 
 @contextmanager
 def resumable(saved: str = "") -> Iterator[None]:
-    """Raise KeyboardInterrupt with the command that continues the work, if the block is interrupted.
+    """If the block is interrupted, raise KeyboardInterrupt with the command that continues the work.
 
     Args:
-        saved: Sentence that says what is saved. Defaults to that of `train.Interrupted`.
+        saved: Says what is saved; by default the message of `train.Interrupted`.
     """
     from difftransformer.train import Interrupted
 

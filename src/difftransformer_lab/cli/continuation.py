@@ -20,7 +20,7 @@ class PrintedText(TextStreamer):  # type: ignore[misc]
 
 
 def token_ids(tokenizer: Any, text: str, chat: bool, folder: Path) -> Tensor:
-    """Return the token ids of the prompt, (1, T)."""
+    """Tokenize the prompt to ids of shape (1, T)."""
     if not chat:
         return tokenizer(text, return_tensors="pt").input_ids
     if tokenizer.chat_template is None:
@@ -36,7 +36,7 @@ def token_ids(tokenizer: Any, text: str, chat: bool, folder: Path) -> Tensor:
 
 
 def room_after(network: Any, ids: Tensor, folder: Path) -> int | None:
-    """Return the number of positions after the prompt, or None if the model's configuration does not limit them."""
+    """Count the positions after the prompt; None if the model has no limit."""
     rows, length = network.get_input_embeddings().num_embeddings, ids.shape[1]
     if length == 0:
         raise ConfigError("the prompt has no tokens; give a text to continue")

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from ..table import Table
 
 KERNEL_WIDTHS = (32, 16, 8)
-"""Multiples that kernels of quantized weights, such as torchao's int4, ask of a matrix; the first is the common one."""
+"""Widths of a matrix must be multiples of one of these for kernels of quantized weights; the first is the common one."""
 
 
 def run(model: str, start: bool = False, processes: int | None = None, set: list[str] | None = None) -> int:
     """Show parameters, FLOPs and bytes of a model and its twins, computed by formula; or how the model starts.
 
-    Of a recipe, also the FLOPs of its training and the memory that a step takes of each process.
+    For a recipe, also the FLOPs of training and the memory of a step in each process.
 
     Args:
         model: A preset (tiny, small, 830m, 1.4b, 2.8b, 3b, 6.8b, 13.1b), a recipe's YAML file or a shipped recipe's name, the
             folder of a saved model, or "backends" to list the attention backends.
-        start: Measure how large attention and MLP are at step 0 beside the residual stream, in place of the sizes.
+        start: Measure how large attention and MLP are at step 0, relative to the residual stream.
         processes: Number of GPUs among which a recipe's training is divided, one by default.
     """
     check_positive(processes=processes)
@@ -89,7 +89,7 @@ def run(model: str, start: bool = False, processes: int | None = None, set: list
 
 
 def _odd_width(config: "DiffTransformerConfig") -> str:
-    """Return what is to be done about an MLP width that quantized kernels refuse; empty if nothing is."""
+    """Advise on an MLP width that quantized kernels refuse; empty if they take it."""
     from ..studies.recipe import round_width
 
     for multiple in KERNEL_WIDTHS if config.intermediate_size % KERNEL_WIDTHS[0] else ():
@@ -121,7 +121,7 @@ def _saved_config(folder: str) -> Any:
 
 
 def _show_start(name: str, config: "DiffTransformerConfig", is_saved: bool) -> None:
-    """Print the sizes of a model's branches at step 0 beside those of its softmax twin, and what is wrong with them."""
+    """Print how large the branches of a model and its softmax twin are at step 0, and what is wrong with them."""
     from difftransformer.model.start_sizes import LARGEST_RATIO, TOKENS, drowning, start_sizes
 
     configs = {word: config.twin(word) for word in dict.fromkeys((config.attention_type, "softmax"))}
@@ -176,7 +176,7 @@ def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> "Table":
 
 
 def _training(recipe: "Recipe", config: "DiffTransformerConfig", processes: int) -> "Table":
-    """Return what training a recipe's model and those it is compared with takes."""
+    """Compute FLOPs and memory of training a recipe's model and the models that it is compared with."""
     from difftransformer.model import count
     from difftransformer.train.memory import step_bytes
     from difftransformer.train.parallel import Mesh, Processes

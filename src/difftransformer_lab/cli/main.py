@@ -56,7 +56,7 @@ VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()
 
 
 def verbs() -> dict[str, str]:
-    """Return the help line of every command; `eval TASK` is one for each evaluation task."""
+    """Map every command, `eval TASK` among them, to its line of help."""
     from ..evals.registry import task_help
 
     return VERBS | {f"eval {name}": line for name, line in task_help().items()}
@@ -138,7 +138,7 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     if verb not in VERBS and " ".join(words[:2]) not in VERBS:
         own = [one for one in VERBS if one.startswith(f"{verb} ")]  # such as "check causality"
         advice = (
-            f"; choose {' or '.join(own)}" if own else _meant(verb, VERBS, others=[f"eval {one}" for one in several])
+            f"; choose {' or '.join(own)}" if own else _nearest(verb, VERBS, others=[f"eval {one}" for one in several])
         )
         raise ConfigError(f"no such command{advice}")
     if verb != "eval":
@@ -150,11 +150,11 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
         return f"eval {first}", rest[1:]
     is_near = bool(get_close_matches(first, several))
     if not Path(first).exists() and (is_near or (rest[1:2] and not rest[1].startswith("-"))):
-        raise ConfigError(f"no task, suite or model {first!r}{_meant(first, several)}")
+        raise ConfigError(f"no task, suite or model {first!r}{_nearest(first, several)}")
     return verb, rest
 
 
-def _meant(word: str, known: Sequence[str] | dict[str, str], *, others: Sequence[str] = ()) -> str:
+def _nearest(word: str, known: Sequence[str] | dict[str, str], *, others: Sequence[str] = ()) -> str:
     longer = [one for one in known if word.startswith(one)]  # such as evaluate
     near = longer or get_close_matches(word, [*known, *others], n=1)
     return f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(known)}"

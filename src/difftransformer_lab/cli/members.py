@@ -33,13 +33,13 @@ SHUTDOWN_SECONDS = "1800"  # in which processes finish a step and save after a s
 def run_together(
     run: "Callable[[Processes], int]", device: str, count: int | None, check: Callable[[], None] = lambda: None
 ) -> int:
-    """Run a command in this process, in those that torchrun has started, or in `count` processes that are started here.
+    """Run a command in this process, in the processes of torchrun, or in `count` processes that are started here.
 
     Args:
-        run: The command; it gets this process among the others and returns the exit status. Only the first process prints.
+        run: The command, which returns the exit status. Only the first process prints.
         device: cpu or cuda.
-        count: Number of processes of this machine; None takes those that there are.
-        check: Raises for bad input, before processes start or go on. That, as a wrong device or count, is said once.
+        count: Number of processes of this machine; None takes the processes that torchrun has started, or this one.
+        check: Raises an error for bad input. It runs before processes start, so that the error is printed once.
     """
     check_positive(processes=count)
     if not started_by_torchrun():
@@ -48,7 +48,7 @@ def run_together(
             check_device(device)
             return launch(count or 1, sys.argv[1:])
     elif world_size() > 1:
-        end_with_launcher()  # not only from `joined` on, since what it imports takes seconds
+        end_with_launcher()  # before `joined`, whose imports take seconds
     from difftransformer.train.parallel import joined
 
     if count not in (None, started := world_size()):
@@ -74,9 +74,9 @@ def run_together(
 
 
 def launch(count: int, words: list[str]) -> int:
-    """Run `python -m difftransformer_lab WORDS` in `count` processes that find each other, and return the exit status of all.
+    """Run `python -m difftransformer_lab WORDS` in `count` processes that find each other, and return the exit status.
 
-    If one fails, the others are ended, and the status is that of the first that failed.
+    If one fails, the others are ended and the status of the first failure is returned.
 
     Raises:
         DiffTransformerError: A process was killed, so it could not say why it ended.

@@ -19,7 +19,7 @@ def run(results: str, out: str | None = None) -> int:
     Args:
         results: results.json that `compare` or `upcycle --train` wrote, or its folder; or the index of a study, its folder, or
             a folder of studies such as docs/results/studies.
-        out: Folder for index.html; that of results.json by default, and one in reports/studies for other studies.
+        out: Folder for index.html; by default the folder of results.json, or a folder in reports/studies.
     """
     path = Path(results)
     studies = read_studies(path)
@@ -36,7 +36,7 @@ def run(results: str, out: str | None = None) -> int:
 
 
 def show_study(study: StudyAnalysis, folder: Path, verb: str) -> int:
-    """Write a study's page, print its findings, and return the exit status of the command `verb`."""
+    """Write a study's page and print its findings, as the end of the command `verb`."""
     gaps = Gaps(verb)
     page = write_page(study_page(study), folder, on_gap=gaps)
     show_table(brief_table(study))

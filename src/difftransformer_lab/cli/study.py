@@ -41,11 +41,11 @@ def run(
         jobs: Runs that train at the same time. Defaults to one for each thread on the CPU, and to one on a GPU.
         threads: Number of CPU threads of all runs together.
         device: cpu or cuda.
-        source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
-        results: Folder with one subfolder for each study, such as docs/results/studies. Runs that any of them has are not
+        source: Pretrained model from which the study starts: a folder, a .gguf file, or owner/name on the hub.
+        results: Folder with one subfolder for each study, such as docs/results/studies. Runs of any study there are not
             trained again.
         out: Folder for checkpoints and the page; reports/studies/NAME by default.
-        only: Arms to train, such as for one machine of several. The study without --only writes the page.
+        only: Arms to train, to divide a study between machines. The study without --only writes the page.
         dry_run: Print the runs and the smallest effect that the seeds can detect; train nothing.
     """
     expected = "a study is a mapping with name, question, recipe, arms and figures"

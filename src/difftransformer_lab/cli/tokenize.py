@@ -21,7 +21,7 @@ def run(
             for a set of the Hugging Face hub, or a folder or file of Parquet or other data that datasets reads.
         tokenizer: bpe to train one on the text, byte, or the folder of a pretrained tokenizer.
         vocab_size: Vocabulary size of a trained BPE.
-        validation_share: Share of the documents that is held out for validation.
+        validation_share: Share of the documents to hold out for validation.
         split_seed: Seed of the split.
         out: Folder for shards. A subfolder is named after the options and the text.
     """

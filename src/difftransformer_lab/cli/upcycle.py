@@ -23,7 +23,7 @@ def run(
     seed: int | None = None,
     set: list[str] | None = None,
 ) -> int:
-    """Make a pretrained language model differential without changing what it computes, and report that it did not.
+    """Make a pretrained language model differential without changing its outputs, and compare the logits.
 
     Args:
         model: Folder with config.json and safetensors, a .gguf file, or owner/name on the Hugging Face hub.
@@ -34,7 +34,7 @@ def run(
         train: Recipe to train each model and the unconverted one with; they are evaluated before and after.
         text: Text for the comparison of logits: a text file or any source of a recipe (default python-stdlib).
         tokens: Number of tokens to compare (default 256); 0 leaves the comparison out.
-        head_norm: none; anything else is refused, since a headwise norm would change what the model computes.
+        head_norm: none; a headwise norm would change the outputs and is refused.
         seed: Seed of the random start of new parameters (default 0).
     """
     check_model(model)
