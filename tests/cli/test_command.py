@@ -105,7 +105,7 @@ def test_unknown_command(fails):
     (["compare", "x.yaml", "--seeds"], "--seeds"), (["bench", "attention", "--repeats", "1"], "--repeats 1: give at least 3"),
     (["bench", "models", "--threads", "0"], "--threads 0: give at least 1"), (["bench", "everything"], "everything"),
     (["generate", "m", "--prompt", "hello"], "no option '--prompt': PROMPT stands without a flag"),
-    (["eval", "needle", "m", "--length", "128"], "no option '--length'; did you mean --lengths?"),
+    (["eval", "icl", "m", "--shot", "6"], "no option '--shot'; did you mean --shots?"),
     (["convert", "m", "out", "--to", "diff"], "for that run difftransformer upcycle m out --to diff"),
     (["info", "4b"], "'4b' is neither a preset (tiny, small,"),
 ])  # fmt: skip

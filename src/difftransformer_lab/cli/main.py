@@ -155,8 +155,9 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _nearest(word: str, known: Sequence[str] | dict[str, str], *, others: Sequence[str] = ()) -> str:
+    spelled = [one for one in others if one == word.replace("_", " ")]  # such as eval_needle
     longer = [one for one in known if word.startswith(one)]  # such as evaluate
-    near = longer or get_close_matches(word, [*known, *others], n=1)
+    near = spelled or longer or get_close_matches(word, [*known, *others], n=1)
     return f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(known)}"
 
 
@@ -214,8 +215,8 @@ def _tasks() -> list[str]:
         "difftransformer eval TASK MODEL... asks one or more models one task; eval TASK --help shows its options:",
         *(f"  {name:<15}{line}" for name, line in task_help().items()),
         "",
-        "difftransformer eval SUITE MODEL... runs several tasks and writes one page; SUITE is FILE.yaml or",
-        *(f"  {name}" for name in shipped_recipes("suites")),
+        "difftransformer eval SUITE MODEL... writes one page of several tasks. A suite is "
+        f"{', '.join(shipped_recipes('suites'))} or FILE.yaml.",
     ]
 
 
