@@ -25,7 +25,8 @@ def test_there_and_back(ours, tmp_path, capsys):
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "diffllama"]) == 0
     out = capsys.readouterr().out
     assert "theirs: diffllama, 28 tensors" in out
-    assert "copied: generation_config.json" in out
+    assert "bytes; 1 other file copied" in out
+    assert (tmp_path / "theirs" / "generation_config.json").is_file()
     assert "Not copied: README.md" in out
     words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "back"), "--to", "difftransformer"]
     assert main([*words, "--from", "diffllama"]) == 0
