@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from difftransformer_lab.bench.tables import BASES, Cell, cells, grouped, ratio
-from difftransformer_lab.plots.style import INK, STYLE, Drawing, arm_styles, finish, legend_above, panels
+from difftransformer_lab.plots import INK, STYLE, Drawing, arm_styles, finish, legend_above, panels
 from difftransformer_lab.results import Bench, BenchRow, read_result
 
 MEAN = "geometric mean"

@@ -37,7 +37,9 @@ ENTRY = re.compile(r"^( *)- \[([^\]]+)\]\(([^)#]+\.(?:md|ipynb))\)", re.MULTILIN
 def public_names(package: str) -> list[str]:
     """Names that a package imports from its own modules or defines in its `__init__.py`, or a module in its file."""
     place = ROOT / "src" / package.replace(".", "/")
-    tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text(encoding="utf-8"))
+    tree = ast.parse(
+        (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text(encoding="utf-8")
+    )
     blocks = [tree, *(node for node in tree.body if isinstance(node, ast.If))]
     found = set()
     for node in (node for block in blocks for node in block.body):
@@ -138,8 +140,7 @@ def navigation(folder: Path) -> dict[str, str]:
     trees = {"index.md": ""}
     below = {"api.md": [("", f"api/{package}") for package in PACKAGES]}
     below["findings.md"] = [
-        (f"Study {page.stem}", str(page.relative_to(folder)))
-        for page in sorted(folder.glob("studies/*.md"))
+        (f"Study {page.stem}", str(page.relative_to(folder))) for page in sorted(folder.glob("studies/*.md"))
     ]
     for section in re.split(r"^## ", (folder / "index.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         top: list[tuple[str, str]] = []

@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 
 from difftransformer_lab.analysis import Finding, StudyAnalysis, analyse, figures, read_records, read_studies, tables
 from difftransformer_lab.analysis.compare import Compared, row_of
-from difftransformer_lab.plots.style import WIDE_ALONE
+from difftransformer_lab.plots import WIDE_ALONE
 from difftransformer_lab.results import Bench, figure_of, read_document, read_result
 from difftransformer_lab.statistics import paired_difference
 from difftransformer_lab.table import Group, Table, date_words, fixed, names
@@ -98,7 +98,9 @@ class Inserted:
         row = self._row(study, figure, arm, *setting)
         assert row.difference is not None
         places = tables.decimals(self._study(study).rows, row.figure)
-        return _bracketed([fixed(one, places, "+") for one in (row.difference.mean, row.difference.low, row.difference.high)])
+        return _bracketed(
+            [fixed(one, places, "+") for one in (row.difference.mean, row.difference.low, row.difference.high)]
+        )
 
     def need(self, study: str, axis: str, arm: str, how: str = "fit") -> str:
         """Return the share of an axis that an arm needs at its largest setting."""
@@ -136,7 +138,11 @@ class Inserted:
         lines += [f"- Records: [{path}](../{path}), {len(index.members)} of {index.planned} runs"]
         if index.plan:
             plan, why_not = index.plan, one.registration.why_not if one.registration else ""
-            state = f"not registered: {why_not}" if why_not else "registered: its commit is older than every run that it uses"
+            state = (
+                f"not registered: {why_not}"
+                if why_not
+                else "registered: its commit is older than every run that it uses"
+            )
             lines.append(f"- Plan: `{plan.file}`, SHA-256 `{plan.sha256}`, commit `{plan.commit[:12]}`, {state}")
         lines += [f"- Runs that {slug} has too: {count}" for slug, count in one.shared.items()]
         lines += [f"- Disclosed, {date_words(change.when)}: {change.what}" for change in index.changes]
@@ -189,7 +195,9 @@ class Inserted:
                 best.append(min(means, key=means.__getitem__) if means else "")
             rows.append([arm.label, *best])
         note = f"Tried: {', '.join(rates)}."
-        return Table("best", "", (*names("model"), *(Group(f"width {width}") for width in widths)), rows, [note]).markdown()
+        return Table(
+            "best", "", (*names("model"), *(Group(f"width {width}") for width in widths)), rows, [note]
+        ).markdown()
 
     def needs(self, study: str) -> str:
         """Return how much of size and tokens arms need for the reference's loss."""
@@ -208,7 +216,9 @@ class Inserted:
         drawing = figures.draw_contrasts(one) if one.findings else None
         if not one.findings:
             scaling = figures.draw_scaling(one.records, one.scaling) if one.scaling else None
-            drawing = scaling or figures.draw_transfer(one.records, one.rows) or figures.draw_arms(one.records, one.rows)
+            drawing = (
+                scaling or figures.draw_transfer(one.records, one.rows) or figures.draw_arms(one.records, one.rows)
+            )
         WIDE_ALONE.reset(token)
         if drawing is None:
             return "No contrast has all of its seeds yet."
@@ -264,7 +274,9 @@ class Inserted:
                     if row.at.get("form") == "signed" and row.at.get("depth") == 0.5 and row.at["segment"] in segments
                 ]
                 shares.append(f"{100 * sum(found) / len(runs):.0f} %")
-            learned = [[one.values[-1] for name, one in run.curves.items() if name.startswith("lambda ")] for run in runs]
+            learned = [
+                [one.values[-1] for name, one in run.curves.items() if name.startswith("lambda ")] for run in runs
+            ]
             lambdas = "; ".join(", ".join(f"{one:+.2f}" for one in layers) for layers in learned if layers)
             rows.append([arm.label, *shares, lambdas])
         groups = (
@@ -295,7 +307,9 @@ class Inserted:
         """Return how often intervals held the true value in simulations."""
         _, _, plain = read_document(RESULTS / "intervals.json")
         sizes, methods = sorted({row["n"] for row in plain["rows"]}), ("chosen", "percentile")
-        found = {(row["data"], row["n"], method): row["coverage"].get(method) for row in plain["rows"] for method in methods}
+        found = {
+            (row["data"], row["n"], method): row["coverage"].get(method) for row in plain["rows"] for method in methods
+        }
         rows = [
             [data, *(fixed(found.get((data, n, method)), 3) for method in methods for n in sizes)]
             for data in dict.fromkeys(row["data"] for row in plain["rows"])

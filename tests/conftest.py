@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from difftransformer_lab import plots
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.plots import style
 from difftransformer_lab.studies import recipe_from
 from tests.support import fresh
 
@@ -123,15 +123,15 @@ def toy_shards(toy_text, _toy_shards_folder):
 @pytest.fixture
 def wide_alone():
     """Figures have no narrow form, since drawing is most of a page's time."""
-    token = style.WIDE_ALONE.set(True)
+    token = plots.WIDE_ALONE.set(True)
     yield
-    style.WIDE_ALONE.reset(token)
+    plots.WIDE_ALONE.reset(token)
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
     """Figures are made, and not drawn."""
-    monkeypatch.setattr(style, "_svg", lambda figure: "<svg></svg>")
+    monkeypatch.setattr(plots, "_svg", lambda figure: "<svg></svg>")
 
 
 @pytest.fixture

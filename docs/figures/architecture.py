@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from difftransformer_lab.plots.style import COLOURS, INK, STYLE
+from difftransformer_lab.plots import COLOURS, INK, STYLE
 
 FOLDER = Path(__file__).parent
 WIDTH_INCHES = 9.0

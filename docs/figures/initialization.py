@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from difftransformer.files import write_text_atomically
 from difftransformer.model import DiffTransformerConfig
 from difftransformer.model.start_sizes import TOKENS, VOCABULARY, start_sizes
-from difftransformer_lab.plots.style import COLOURS, INK, MARKERS, REFERENCE_COLOUR, STYLE
+from difftransformer_lab.plots import COLOURS, INK, MARKERS, REFERENCE_COLOUR, STYLE
 from difftransformer_lab.results import read_document
 
 FOLDER = Path(__file__).parent

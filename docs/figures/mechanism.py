@@ -23,8 +23,7 @@ from difftransformer.ops import use_backend
 from difftransformer.sources import shipped_models
 from difftransformer_lab.explorer import DEFAULT_PROMPT
 from difftransformer_lab.explorer.capture import LayerMaps, capture
-from difftransformer_lab.plots.heat_map import heat_map
-from difftransformer_lab.plots.style import COLOURS, INK, STYLE, line_style
+from difftransformer_lab.plots import COLOURS, INK, STYLE, heat_map, line_style
 from difftransformer_lab.results import TaskResult, read_result
 
 FOLDER = Path(__file__).parent

@@ -20,7 +20,7 @@ from difftransformer_lab.analysis import Records, analyse, read_studies
 from difftransformer_lab.analysis import page as pages
 from difftransformer_lab.analysis.page import study_page, write_page
 from difftransformer_lab.cli import report as command
-from difftransformer_lab.plots.style import COLOURS, MORE_COLOURS, REFERENCE_COLOUR, arm_styles
+from difftransformer_lab.plots import COLOURS, MORE_COLOURS, REFERENCE_COLOUR, arm_styles
 from difftransformer_lab.results import (
     Change,
     ChosenRate,

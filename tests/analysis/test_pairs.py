@@ -9,9 +9,8 @@ import pytest
 import scipy.stats
 
 from difftransformer_lab.analysis.page import suite_page
-from difftransformer_lab.analysis.tasks import corrected_pairs, measurement_table, task_pairs
+from difftransformer_lab.analysis.tasks import corrected_pairs, measurement_table, pooled, task_pairs
 from difftransformer_lab.evals.scores import mean, proportion
-from difftransformer_lab.plots.seeds import pooled
 from difftransformer_lab.results import ItemScore, Measurement
 from tests.support.task_results import task_result
 

@@ -20,8 +20,7 @@ from difftransformer_lab.evals.models.causal import CausalLanguageModel
 from difftransformer_lab.evals.registry import TaskKind, register
 from difftransformer_lab.evals.requests import Continuation
 from difftransformer_lab.evals.scores import proportion
-from difftransformer_lab.plots.bars import bars
-from difftransformer_lab.plots.curves import select
+from difftransformer_lab.plots import bars, select
 from difftransformer_lab.results import ItemScore, TaskResult, read_result
 from tests.support.answering import tiny_model
 from tests.support.missing import without

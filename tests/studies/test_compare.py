@@ -12,11 +12,11 @@ import yaml
 from difftransformer.errors import ConfigError, DataError, DiffTransformerError
 from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer.train import checkpoints, read_metrics
+from difftransformer_lab import plots
 from difftransformer_lab.analysis import analyse, read_records
 from difftransformer_lab.analysis.compare import row_of
 from difftransformer_lab.analysis.page import study_page, write_page
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.plots import style
 from difftransformer_lab.results import TaskResult, read_result
 from difftransformer_lab.studies import compare, recipe_from, start_run
 from difftransformer_lab.studies.jobs import Job, run_jobs
@@ -66,7 +66,7 @@ def study(_study, study_document, tmp_path, warm_children):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("difftransformer_lab.studies.study.run_jobs", half_here)
-            patch.setattr(style, "_svg", lambda figure: "<svg></svg>")  # other tests draw
+            patch.setattr(plots, "_svg", lambda figure: "<svg></svg>")  # other tests draw
             assert main(["compare", str(path), "--out", str(_study)]) == 0
     return _study, path
 

@@ -15,9 +15,10 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from ..plots import seeds
-from ..plots.style import COLOURS, REFERENCE_COLOUR, STYLE, Drawing, arm_styles, finish, legend_above, panels
-from ..results import PairedDifference, StudyFigure
+from difftransformer.errors import ResultsError
+
+from ..plots import COLOURS, REFERENCE_COLOUR, STYLE, Drawing, arm_styles, finish, legend_above, panels
+from ..results import Curve, PairedDifference, StudyFigure
 from ..statistics import paired_difference
 from ..table import quantity
 from .compare import Compared, paired_seeds, row_of
@@ -57,6 +58,9 @@ LAMBDA = (
     "first and last point by layer, with the band from the smallest to the largest seed."
 )
 SCALING = "Means over seeds with one standard error, and the power laws L = a N^-b + c fitted to them."
+
+_WARM_UP_SHARE = 0.15
+"""Losses of this first part of training may lie above the drawn range, so that the rest can be told apart."""
 
 Styles = dict[str, dict[str, Any]]
 
@@ -255,7 +259,7 @@ def draw_losses(records: Records) -> Drawing | None:
         ax.locator_params(axis="x", nbins=4)
     last = max(float(x[-1]) for x, _ in drawn)
     for ax in grid.flat:
-        seeds.limit(ax, seeds.settled(drawn, last))
+        _limit(ax, _settled(drawn, last))
     _label_axes(grid, "training step", "nats/token")
     return finish("losses", "Training and held-out loss", LOSSES, canvas, False)
 
@@ -408,7 +412,11 @@ def _handles(records: Records, styles: Styles) -> list[Line2D]:
 
 
 def _band(records: Records, arm: str, point: Point, name: str) -> tuple[np.ndarray, ...] | None:
-    return seeds.band([run.curves[name] for run in records.ended(arm, point).values() if name in run.curves])
+    """Return the steps that all seeds have, and mean, smallest and largest value there; None where there are none."""
+    steps, values = _common_values(
+        [run.curves[name] for run in records.ended(arm, point).values() if name in run.curves]
+    )
+    return (steps, values.mean(0), values.min(0), values.max(0)) if steps.size else None
 
 
 def _lambda_table(records: Records, arm: str, point: Point) -> tuple[np.ndarray, np.ndarray] | None:
@@ -417,7 +425,7 @@ def _lambda_table(records: Records, arm: str, point: Point) -> tuple[np.ndarray,
     layers = 0
     while runs and all(f"lambda {layers}" in run.curves for run in runs):
         layers += 1
-    by_layer = [seeds.common_values([run.curves[f"lambda {layer}"] for run in runs]) for layer in range(layers)]
+    by_layer = [_common_values([run.curves[f"lambda {layer}"] for run in runs]) for layer in range(layers)]
     if not by_layer or not by_layer[0][0].size:
         return None
     return by_layer[0][0], np.stack([values for _, values in by_layer], axis=-1)
@@ -430,3 +438,30 @@ def _by_position(records: Records, arm: str, point: Point, task: str) -> dict[tu
             if (row.task, row.name) == (task, _BY_POSITION) and {"start", "end"} <= row.at.keys():
                 losses.setdefault((int(row.at["start"]), int(row.at["end"])), {})[seed] = row.value
     return dict(sorted(losses.items()))
+
+
+def _common_values(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps that every curve has, and a row of values for each curve.
+
+    Raises:
+        ResultsError: a curve whose steps and values differ in number.
+    """
+    for curve in curves:
+        if (steps_there := len(curve.steps)) != (values_there := len(curve.values)):
+            raise ResultsError(f"a curve has {steps_there} steps but {values_there} values; run the command again")
+    tables = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
+    steps = sorted(set.intersection(*map(set, tables))) if tables else []
+    values = np.array([[table[step] for step in steps] for table in tables], dtype=np.float64)
+    return np.array(steps, dtype=np.float64), values.reshape(len(tables), len(steps))
+
+
+def _settled(lines: Sequence[tuple[np.ndarray, np.ndarray]], last: float) -> list[float]:
+    """Return the values after the first part of a training of `last` steps; all if there are none."""
+    late = [float(v) for x, values in lines for v in values[x >= _WARM_UP_SHARE * last]]
+    return late or [float(v) for _, values in lines for v in values]
+
+
+def _limit(ax: Axes, values: Sequence[float]) -> None:
+    low, high = min(values), max(values)
+    room = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
+    ax.set_ylim(low - room, high + room)

@@ -17,17 +17,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from difftransformer.errors import DiffTransformerError
 from difftransformer.files import write_text_atomically
 
-from .. import plots
-from ..plots.curves import labels, short_names
-from ..plots.seeds import Pooled, pooled
-from ..plots.style import Drawing, colours_of_pages, inline_svg, models_drawn_as
+from ..plots import Drawing, Pooled, colours_of_pages, inline_svg, labels, models_drawn_as, short_names
 from ..printable import printable
 from ..results import TaskResult
 from ..table import NOT_MEASURED, Group, Table, date_words, fixed, names, significant
 from . import figures, tables
 from .frame import Records
 from .study import StudyAnalysis
-from .tasks import corrected_pairs, draw_task, measure_words, measurement_table, pairs_table, task_pairs
+from .tasks import corrected_pairs, draw_task, measure_words, measurement_table, pairs_table, pooled, task_pairs
 
 TEMPLATE = "page.html.j2"
 TABLE_SUFFIXES = ("csv", "md")
@@ -98,7 +95,7 @@ def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = no_g
         on_gap: Called with each figure that the page lacks.
     """
     environment = Environment(
-        loader=FileSystemLoader([Path(__file__).parent, Path(plots.__file__).parent]),
+        loader=FileSystemLoader([Path(__file__).parent, Path(__file__).parents[1]]),
         autoescape=True,
         finalize=lambda value: printable(value) if isinstance(value, str) else value,
         undefined=StrictUndefined,

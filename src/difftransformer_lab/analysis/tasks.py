@@ -5,20 +5,20 @@ The results that a function takes are of one task, one for each model. The task'
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
 import matplotlib
+import numpy as np
 
 from difftransformer.files import write_atomically, write_text_atomically
 
 from ..evals.tasks import registered_tasks
-from ..plots.curves import labels
-from ..plots.style import STYLE, Drawing, finish
-from ..results import ItemScore, Measurement, PairedDifference, TaskResult
-from ..statistics import FEW_ITEMS, holm_differences, item_difference
+from ..plots import STYLE, Drawing, Pooled, finish, labels
+from ..results import Grid, ItemScore, Measurement, PairedDifference, TaskResult
+from ..statistics import FEW_ITEMS, holm_differences, item_difference, mean_and_standard_error, paired_difference
 from ..table import Group, Table, columns, names, p_text
 
 Key = tuple[str, tuple[tuple[str, object], ...]]
@@ -268,3 +268,51 @@ def _pair(name: str, compared: str, a: dict[str, ItemScore], b: dict[str, ItemSc
 
 def _by_item(result: TaskResult, name: str) -> dict[str, ItemScore]:
     return {item.item: item for item in result.items if item.name == name}
+
+
+def pooled(results: Sequence[TaskResult], label: str) -> Pooled:
+    """Pool a model's results over seeds.
+
+    Figures are means over seeds with their standard error over seeds, and shares of right answers have Student's t interval
+    over seeds, as far as it lies inside [0, 1]; seeds that all agree give none. With one seed, errors and intervals are
+    those over items.
+    """
+    first, *others = results
+    tables = [{(row.name, *row.at.items()): row for row in result.measurements} for result in results]
+    keys = [key for key in tables[0] if all(key in table for table in tables)]
+    grids = first.grids
+    if others:
+        every = [(grid, _same_grids(grid, others)) for grid in first.grids]
+        means = [(grid, np.mean([grid.values, *same], axis=0)) for grid, same in every if same]
+        grids = [replace(grid, values=mean.tolist()) for grid, mean in means]
+    parts = {field.name: getattr(first, field.name) for field in fields(TaskResult)} | {
+        "model": replace(first.model, name=label),
+        "measurements": [_pooled([table[key] for table in tables]) for key in keys],
+        "items": [],
+        "grids": grids,
+        "gaps": list(dict.fromkeys(gap for result in results for gap in result.gaps)),
+    }
+    return Pooled(**parts, seeds=list(results))
+
+
+def _pooled(rows: Sequence[Measurement]) -> Measurement:
+    if len(rows) == 1:
+        return rows[0]
+    values = [row.value for row in rows]
+    statistic = mean_and_standard_error(values)
+    whole = replace(rows[0], value=statistic.mean, standard_error=statistic.standard_error, units=None)
+    if rows[0].low is None:
+        return whole
+    interval = paired_difference(values, [0.0] * len(values))
+    whole = replace(whole, n=sum(row.n for row in rows), low=None, high=None)
+    if not statistic.standard_error or interval.low is None or interval.high is None:
+        return whole
+    return replace(whole, low=max(0.0, interval.low), high=min(1.0, interval.high))
+
+
+def _same_grids(grid: Grid, others: Sequence[TaskResult]) -> list[list[list[float]]]:
+    """Return the values of the same grid in other results; none where one lacks it or has another shape."""
+    shape = list(map(len, grid.values))
+    same = (other for result in others for other in result.grids if (other.name, other.at) == (grid.name, grid.at))
+    values = [other.values for other in same if list(map(len, other.values)) == shape]
+    return values if len(values) == len(others) and len(set(shape)) == 1 else []

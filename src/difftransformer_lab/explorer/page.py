@@ -167,7 +167,7 @@ def _short(lam: Any) -> list[list[float]] | None:
 
 def _filled(blocks: list[str]) -> str:
     here = Path(__file__).parent
-    files = ("page.html", "../plots/theme.css", "style.css", "explorer.js")
+    files = ("page.html", "../theme.css", "style.css", "explorer.js")
     page, theme, style, script = ((here / name).read_text(encoding="utf-8") for name in files)
     models = "\n".join(f'<script type="text/plain" class="packed">{block}</script>' for block in blocks)
     for place, content in (("/* style */", theme + style), ("<!-- models -->", models), ("/* script */", script)):

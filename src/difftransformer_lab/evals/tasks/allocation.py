@@ -26,9 +26,7 @@ from matplotlib.ticker import MaxNLocator
 
 from difftransformer.data import NeedleQuestion
 
-from ...plots.curves import labels, select
-from ...plots.heat_map import heat_map, matrix
-from ...plots.style import ACCURACY_COLOURS, COLOURS, ON_PALE, legend_above, panels
+from ...plots import ACCURACY_COLOURS, COLOURS, ON_PALE, heat_map, labels, legend_above, matrix, panels, select
 from ...results import Form, Grid, Segment, TaskResult
 from ..engine import Scores
 from ..probes import FORMS, LastRow, ProbeTask

@@ -24,9 +24,7 @@ from difftransformer.files import locked
 from difftransformer.jsonl import DamagedLine, RowWriter, read_rows
 from difftransformer.progress import report
 
-from ...plots.bars import accuracy_bars
-from ...plots.curves import select
-from ...plots.seeds import share_intervals
+from ...plots import accuracy_bars, select, share_intervals
 from ...results import TaskResult
 from ..engine import Scores, Task
 from ..models.stopping import closing_tokens, stop_tokens

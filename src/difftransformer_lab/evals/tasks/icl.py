@@ -13,9 +13,7 @@ from matplotlib.figure import Figure
 
 from difftransformer.errors import EvaluationError
 
-from ...plots.curves import curves, select
-from ...plots.seeds import share_intervals
-from ...plots.style import INK, note
+from ...plots import INK, curves, note, select, share_intervals
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds

@@ -23,9 +23,7 @@ from matplotlib.ticker import MaxNLocator
 from difftransformer.data.records import read_text
 from difftransformer.errors import DataError
 
-from ...plots.curves import handles, labels
-from ...plots.heat_map import heat_map, matrix
-from ...plots.style import WIDTH_INCHES, line_style
+from ...plots import WIDTH_INCHES, handles, heat_map, labels, line_style, matrix
 from ...results import Grid, Measurement, TaskResult
 from ..engine import Scores
 from ..probes import Maps, ProbeTask

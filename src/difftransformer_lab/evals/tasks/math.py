@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 
 from difftransformer.errors import ConfigError, DataError
 
-from ...plots.bars import accuracy_bars
-from ...plots.seeds import share_intervals
+from ...plots import accuracy_bars, share_intervals
 from ...results import TaskResult
 from ..engine import Scores, Task
 from ..models.stopping import closing_tokens, stop_tokens, text_until

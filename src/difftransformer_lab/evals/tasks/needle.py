@@ -20,9 +20,7 @@ from matplotlib.figure import Figure
 
 from difftransformer.data import NeedleQuestion, answer_tokens
 
-from ...plots.curves import labels, select
-from ...plots.heat_map import heat_map
-from ...plots.style import ACCURACY_COLOURS, INK, ON_DARK, ON_PALE, panels
+from ...plots import ACCURACY_COLOURS, INK, ON_DARK, ON_PALE, heat_map, labels, panels, select
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.chat import chat_frame

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.figure import Figure
 
-from ...plots.curves import handles, select
-from ...plots.style import INK, legend_above, line_style, note, panels
+from ...plots import INK, handles, legend_above, line_style, note, panels, select
 from ...results import Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds

@@ -15,8 +15,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from difftransformer.errors import DataError
 
-from ...plots.curves import handles, select
-from ...plots.style import legend_above, line_style, note, panels
+from ...plots import handles, legend_above, line_style, note, panels, select
 from ...results import Measurement, TaskResult
 from ..engine import Scores
 from ..probes import BINS, Magnitudes, ProbeTask

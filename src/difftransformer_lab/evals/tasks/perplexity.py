@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from difftransformer.errors import ConfigError
 
-from ...plots.curves import curves, select
+from ...plots import curves, select
 from ...results import Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.texts import TaskContext, separation, text_stream, window_start

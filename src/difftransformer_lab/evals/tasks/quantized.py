@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from difftransformer.errors import ConfigError
 from difftransformer.typed import build
 
-from ...plots.curves import handles, select
-from ...plots.style import legend_above, line_style, panels
+from ...plots import handles, legend_above, line_style, panels, select
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.texts import TaskContext

@@ -20,8 +20,7 @@ from difftransformer.data.shards import MANIFEST_FILE
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.stores import is_url
 
-from ...plots.bars import bars
-from ...plots.curves import select
+from ...plots import bars, select
 from ...results import TaskResult
 from ..engine import Scores, Task
 from ..prompts.texts import TaskContext, separation, token_stream, window_start

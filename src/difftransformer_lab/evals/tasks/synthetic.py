@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from difftransformer.data.synthetic import IGNORED, PREFIX, TASKS, Examples, draw_examples, synthetic_task
 from difftransformer.errors import ConfigError
 
-from ...plots.bars import bars
-from ...plots.curves import select
+from ...plots import bars, select
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.texts import TaskContext

@@ -1,4 +1,4 @@
-"""Colours, marks and sizes of every figure, drawn by matplotlib's object interface: no display, no pyplot, no global state.
+"""Style of every figure, and the parts that pictures of tasks share, drawn without display, pyplot and global state.
 
 The same results give the same bytes. The colours are from Okabe and Ito's palette for colour-blind readers. Each model keeps
 its colour, marker and dash in every figure, so that a grey print can be read too.
@@ -8,10 +8,11 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -19,8 +20,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
-from ..printable import printable
+from .printable import printable
+from .results import Measurement, TaskResult
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "v")
@@ -67,6 +71,9 @@ _ON_DARK_PAGES = {
 
 ACCURACY_COLOURS = LinearSegmentedColormap.from_list("accuracy", ["#f7fafc", "#9cc4dd", "#2b7bb0", "#08306b"], N=48)
 """Pale to dark blue. From 50 colours on, matplotlib would put the colour bar into an SVG as a bitmap."""
+
+_HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx")
+_ALL_BARS_WIDTH = 0.8
 
 
 @dataclass(frozen=True)
@@ -241,3 +248,133 @@ def _inline(svg: str, shown: str, name: str, prefix: str) -> str:
     tag, _, rest = body.partition(">")
     unsized = re.sub(r'\b(?:width|height)="[^"]*" ?', "", tag).strip()
     return re.sub(r"[ \t]+$", "", f"{unsized} {label}>{rest}", flags=re.MULTILINE).strip()
+
+
+def select(result: TaskResult, name: str, **at: Any) -> list[Measurement]:
+    """Return the measurements with this name that were taken at the given places."""
+    named = (row for row in result.measurements if row.name == name)
+    return [row for row in named if all(row.at.get(key) == value for key, value in at.items())]
+
+
+def labels(results: Sequence[TaskResult]) -> list[str]:
+    return short_names([result.model.name for result in results])
+
+
+def short_names(models: Sequence[str]) -> list[str]:
+    """Return a short name for each model: the end of its path, longer where two models would have the same name."""
+    paths = [Path(model) for model in models]
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def interval(row: Measurement) -> tuple[float, float]:
+    """Return the Wilson interval of a share, or one standard error to each side."""
+    error = row.standard_error or 0.0
+    return (row.value - error if row.low is None else row.low), (row.value + error if row.high is None else row.high)
+
+
+def curves(
+    results: Sequence[TaskResult], name: str, along: str, *, log: bool = False, **at: Any
+) -> tuple[Figure, Axes]:
+    """Draw a measurement over the place `along`, a line for each model; the bands are `interval`."""
+    figure, ((ax,),) = panels(3.8)
+    for index, result in enumerate(results):
+        rows = sorted(select(result, name, **at), key=lambda row: row.at[along])
+        x, y = [row.at[along] for row in rows], [row.value for row in rows]
+        ax.plot(x, y, **line_style(index), markersize=4, markevery=max(1, len(x) // 20))
+        low, high = np.array([interval(row) for row in rows]).reshape(-1, 2).T
+        ax.fill_between(x, low, high, color=colour_of(index), alpha=0.18, linewidth=0)
+    if log:
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    legend_above(figure, handles(results))
+    return figure, ax
+
+
+def handles(results: Sequence[TaskResult]) -> list[Line2D]:
+    return [
+        Line2D([], [], **line_style(index), markersize=5, label=label) for index, label in enumerate(labels(results))
+    ]
+
+
+def bars(
+    results: Sequence[TaskResult],
+    groups: Sequence[str],
+    find: Callable[[TaskResult, str], Sequence[Measurement]],
+    *,
+    form: str,
+) -> Figure:
+    """Draw a bar for each model in each group, with its value above it; no bar where a model lacks the measurement.
+
+    Args:
+        find: Returns a model's measurements in a group; the first one is drawn.
+        form: Format of the values, such as ".2f".
+    """
+    figure, ((ax,),) = panels(3.8)
+    width = _ALL_BARS_WIDTH / len(results)
+    size = 9.0 if len(results) * len(groups) <= 24 else 7.0
+    patches = []
+    for index, (result, label) in enumerate(zip(results, labels(results), strict=True)):
+        hatch = _HATCHES[index % len(_HATCHES)]
+        look: dict[str, Any] = {"alpha": 0.75, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        patches.append(Patch(facecolor=colour_of(index), **look, label=label))
+        for place, group in enumerate(groups):
+            for row in find(result, group)[:1]:
+                x = place - _ALL_BARS_WIDTH / 2 + (index + 0.5) * width
+                low, high = interval(row)
+                ax.bar(x, row.value, 0.92 * width, color=colour_of(index), **look)
+                ax.plot([x, x], [low, high], color=INK, linewidth=1.3, solid_capstyle="butt")
+                note(ax, f"{row.value:{form}}", (x, high), xytext=(0, 2), ha="center", va="bottom", fontsize=size)
+    ax.set_xticks(range(len(groups)), groups)
+    ax.set_xlim(-0.6, len(groups) - 0.4)
+    ax.grid(False, axis="x")
+    ax.tick_params(axis="x", length=0)
+    ax.margins(y=0.12)
+    ax.set_ylim(bottom=0)
+    legend_above(figure, patches)
+    return figure
+
+
+def accuracy_bars(results: Sequence[TaskResult], label: str) -> Figure:
+    """Draw the accuracy of each model on each data set, with the y axis labelled `label`."""
+    figure = bars(results, sets_of(results), lambda result, name: select(result, "accuracy", set=name), form=".2f")
+    figure.axes[0].set(ylim=(0, 1.08), ylabel=label)
+    return figure
+
+
+def sets_of(results: Sequence[TaskResult]) -> list[str]:
+    rows = (row for result in results for row in select(result, "accuracy"))
+    return list(dict.fromkeys(row.at["set"] for row in rows if "set" in row.at))
+
+
+def matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """Return rows of different lengths as a matrix, with NaN behind the shorter ones."""
+    cells = np.full((len(rows), max(map(len, rows))), np.nan)
+    for index, row in enumerate(rows):
+        cells[index, : len(row)] = row
+    return cells
+
+
+def heat_map(ax: Axes, cells: np.ndarray, colours: Any, low: float, high: float, **options: Any) -> Any:
+    """Draw a matrix, without its NaN cells, and return the image for a colour bar."""
+    edges = [np.arange(count + 1) - 0.5 for count in reversed(cells.shape)]
+    drawn = np.ma.masked_invalid(cells)
+    image = ax.pcolormesh(*edges, drawn, cmap=colours, vmin=low, vmax=high, **options)
+    ax.set_ylim(len(cells) - 0.5, -0.5)
+    ax.grid(False)
+    return image
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(TaskResult):
+    """A model's results over seeds as one result; `seeds` holds them one by one."""
+
+    seeds: list[TaskResult]
+
+
+def share_intervals(results: Sequence[TaskResult]) -> str:
+    seeds = len(results[0].seeds) if isinstance(results[0], Pooled) else 1
+    return f"Student's t intervals of 95 % over {seeds} seeds" if seeds > 1 else "Wilson intervals of 95 % over items"
