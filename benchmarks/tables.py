@@ -1,9 +1,5 @@
-"""Tables of results in docs/results as pages show them.
+"""Tables of results in docs/results as pages show them; docs/inserted.py inserts them."""
 
-`python benchmarks/tables.py` writes them between the markers of the pages.
-"""
-
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,33 +30,28 @@ FIGURES = {
 PROCESSORS = {
     "epyc-zen5": "AMD EPYC (Zen 5), AVX512_BF16",
     "xeon-amx": "Intel Xeon, AMX",
-    "epyc-zen4": "AMD EPYC (Zen 4), AVX512_BF16, earlier kernels",
 }
 
 
-def pages() -> dict[str, dict[str, str]]:
-    """Make the text of each page between its markers."""
-    kernels = {title: read(f"bench-{name}") for name, title in PROCESSORS.items()}
-    models = {title: read(f"models-{name}") for name, title in PROCESSORS.items()}
-    (memory,) = figure_tables(row for row in read("bench-epyc-zen5").rows if row.part == "memory")
-    return {
-        "performance.md": {
-            "attention": together(kernels, attention_ratios)
-            + "\nGeometric means over 9 shapes, in brackets the best and the worst shape.\n",
-            "peaked": together(kernels, peaked_ratios),
-            "decode": together(kernels, decode_ratios) + "\nRatios of median times to torch sdpa; below 1 is faster.\n",
-            "memory": memory.markdown(),
-            "circumstances": "\n".join(f"- {circumstances(one)}" for one in kernels.values()) + "\n",
-        },
-        "performance-models.md": {
-            "models": "\n".join(f"**{title}**\n\n{models_ratios(one)}" for title, one in models.items()),
-            "generation": "\n".join(printed(name) for name in ("generation", "generation-two-threads")),
-            "loss": printed("loss"),
-            "overhead": printed("overhead"),
-        },
-        "performance-gpu.md": {"attention": printed("bench-h200"), "h100": printed("bench-h100")},
-        "accelerate.md": {"diffllama": printed("diffllama")},
-    }
+def page_table(name: str) -> str:
+    """Make a table that a page inserts, by its name: one of those below, or a result in docs/results."""
+    kernels = {title: read(f"bench-{file}") for file, title in PROCESSORS.items()}
+    if name == "kernels":
+        return (
+            together(kernels, attention_ratios)
+            + "\nGeometric means over 9 shapes, in brackets the best and the worst shape.\n"
+        )
+    if name == "decoding":
+        return together(kernels, decode_ratios) + "\nRatios of median times to torch sdpa; below 1 is faster.\n"
+    if name == "memory":
+        (memory,) = figure_tables(row for row in read("bench-epyc-zen5").rows if row.part == "memory")
+        return memory.markdown()
+    if name == "models":
+        models = {title: read(f"models-{file}") for file, title in PROCESSORS.items()}
+        return "\n".join(f"**{title}**\n\n{models_ratios(one)}" for title, one in models.items())
+    if name == "machines":
+        return "\n".join(f"- {circumstances(one)}" for one in kernels.values())
+    return printed(name)
 
 
 def read(name: str) -> Bench:
@@ -153,14 +144,6 @@ def ranged(ratios: list[float]) -> str:
     return f"{geometric_mean(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
 
 
-def peaked_ratios(result: Bench) -> Table:
-    """Compare differential attention with PyTorch's by the spread of the scores."""
-    found = by_work(result, "peaked")
-    rows = [[key, *(f"{ratio(cell, 'diff cpu', ('torch sdpa',)):.2f}" for cell in line)] for key, line in found.items()]
-    factors = dict.fromkeys(f"{row.shape.get('score_factor', 1):g}" for row in result.rows if row.part == "peaked")
-    return Table("", "", columns("", *factors), rows)
-
-
 def decode_ratios(result: Bench) -> Table:
     """Compare attention of a decoding step with PyTorch's, without the means over shapes."""
     table = next(table for table in time_tables(result, PAIRS) if table.title == "Attention, decode")
@@ -178,17 +161,3 @@ def models_ratios(result: Bench) -> str:
         ])  # fmt: skip
     titles = ["fp32 / bf16", "DIFF over its twin", "the twin over Llama", "DIFF over the faster DiffLlama"]
     return Table("", "", columns(*titles), rows, [f"Ratios of medians. {circumstances(result)}"]).markdown()
-
-
-def main() -> None:
-    """Write the pages."""
-    for name, parts in pages().items():
-        text = (DOCS / name).read_text(encoding="utf-8")
-        for part, made in parts.items():
-            between = re.compile(rf"(?<=<!-- {part} -->\n).*?(?=<!-- /{part} -->)", re.DOTALL)
-            text = between.sub(lambda _, made=made: f"\n{made}\n", text)
-        (DOCS / name).write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from inserted import Inserted
 
+import difftransformer
 from difftransformer import __version__
 
 DOCS = Path(__file__).parent
@@ -29,6 +30,7 @@ PACKAGES = (*(f"difftransformer.{name}" for name in LIBRARY), *(f"difftransforme
 # Modules whose public names are documented on their package's page, and which the package itself does not import.
 MODULES = {"difftransformer.attention": {"encoder": ["DifferentialEncoderLayer"]}}
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+API = "api/index.md"
 EXPLORER = "explorer.html"
 FRAME = f"""<iframe class="explorer" src="{EXPLORER}" title="Attention maps of every head of demo" loading="lazy"></iframe>"""
 ENTRY = re.compile(r"^( *)- \[([^\]]+)\]\(([^)#]+\.(?:md|ipynb))\)", re.MULTILINE)
@@ -49,8 +51,14 @@ def public_names(package: str) -> list[str]:
             found.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
-    public = (name for name in found if not name.startswith("_"))
-    return sorted(public, key=lambda name: (name.isupper(), name[0].isupper(), name))  # functions, classes, constants
+    public, first = (name for name in found if not name.startswith("_")), difftransformer.__all__
+    return sorted(public, key=lambda name: (name not in first, name.isupper(), name[0].isupper(), name))
+
+
+def summary(package: str) -> str:
+    """The first sentence of a package's docstring."""
+    words = " ".join((importlib.import_module(package).__doc__ or "").split("\n\n")[0].split())
+    return words.partition(". ")[0].rstrip(".")
 
 
 def is_own(node: ast.ImportFrom, package: str) -> bool:
@@ -71,8 +79,11 @@ def entry(package: str, name: str) -> str:
 
 
 def write_api(folder: Path) -> None:
-    """Write a page for each package, in reStructuredText as the docstrings are."""
+    """Write a page for each package, in reStructuredText as the docstrings are, and their list."""
     folder.mkdir()
+    shown = "".join(f"- [`{package}`]({package}.rst): {summary(package)}\n" for package in PACKAGES)
+    words = "Public names are those that a package imports in its `__init__.py`. Those of `difftransformer` itself come first."
+    (folder / "index.md").write_text(f"# API\n\n{words}\n\n{shown}", encoding="utf-8")
     for package in PACKAGES:
         parts = [package, "=" * len(package), "", f".. automodule:: {package}", ""]
         parts += [entry(package, name) for name in public_names(package)]
@@ -102,11 +113,6 @@ def write_pages(folder: Path) -> None:
         notebook = json.loads(page.read_text("utf-8"))
         notebook["cells"][0]["source"].append(colab_link(page.name))
         page.write_text(json.dumps(notebook), encoding="utf-8")
-    api = folder / "api.md"
-    linked = re.sub(
-        r"^\| `(difftransformer[\w.]+)`", r"| [`\1`](api/\1.rst)", api.read_text("utf-8"), flags=re.MULTILINE
-    )
-    api.write_text(linked, encoding="utf-8")
     for page, tree in navigation(folder).items():
         with (folder / page).open("a", encoding="utf-8") as file:
             file.write(tree)
@@ -138,16 +144,17 @@ def write_explorer(path: Path) -> None:
 def navigation(folder: Path) -> dict[str, str]:
     """Hidden tables of contents, by the page that they belong to."""
     trees = {"index.md": ""}
-    below = {"api.md": [("", f"api/{package}") for package in PACKAGES]}
+    below = {API: [("", f"api/{package}") for package in PACKAGES]}
     below["findings.md"] = [
         (f"Study {page.stem}", str(page.relative_to(folder))) for page in sorted(folder.glob("studies/*.md"))
     ]
-    for section in re.split(r"^## ", (folder / "index.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        top: list[tuple[str, str]] = []
-        for indent, title, page in ENTRY.findall(section):
+    for section in re.split(r"^## ", (folder / "index.md").read_text(encoding="utf-8"), flags=re.MULTILINE):
+        caption, _, listed = section.partition("\n")
+        top: list[tuple[str, str]] = [("API", API)] if caption == "Reference" else []
+        for indent, title, page in ENTRY.findall(listed):
             (below.setdefault(top[-1][1], []) if indent else top).append((title, page))
         if top:
-            trees["index.md"] += table_of_contents(top, caption=section.partition("\n")[0])
+            trees["index.md"] += table_of_contents(top, caption="" if caption.startswith("#") else caption)
     return trees | {page: table_of_contents(pages) for page, pages in below.items() if pages}
 
 

@@ -4,14 +4,19 @@ A page writes `{{ effect("start-laptop", "V2 minus Transformer, each at its best
 below. Studies are named by folder and file, `start-laptop`; contrasts, figures and arms by their names in the study.
 """
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 
 from jinja2 import Environment, StrictUndefined
 
+from difftransformer.attention import VARIANTS
+from difftransformer.families import FAMILIES, REFUSED
+from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
 from difftransformer_lab.analysis import Finding, StudyAnalysis, analyse, figures, read_records, read_studies, tables
 from difftransformer_lab.analysis.compare import Compared, row_of
 from difftransformer_lab.plots import WIDE_ALONE
@@ -22,6 +27,7 @@ from difftransformer_lab.table import Group, Table, date_words, fixed, names
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 INSERTION = re.compile(r"\{\{ \w+\(")
+SMALL = {"vocab_size": 1024, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}  # recipes/variants.yaml
 TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 
 
@@ -286,23 +292,6 @@ class Inserted:
         note = "Signed weight of the last prompt token, answer at mid depth."
         return Table("attention", "", groups, rows, [note]).markdown()
 
-    def needles(self) -> str:
-        """Return the share of right answers about seen and unseen cities, by number of needles."""
-        records, rows = self._study("retrieval").records, []
-        runs = {arm.label: run for arm, _, _, run in records.every_run()}
-        counts: dict[int, None] = {}
-        for cities in ("seen", "unseen"):
-            for label, run in runs.items():
-                cells: dict[int, list[tuple[float, int]]] = {}
-                for row in run.evaluations["needle"].measurements:
-                    if row.name == "accuracy" and row.at.get("cities") == cities and "depth" in row.at:
-                        cells.setdefault(row.at["needles"], []).append((round(row.value * row.n), row.n))
-                counts |= dict.fromkeys(cells)
-                shares = (sum(right for right, _ in found) / sum(n for _, n in found) for found in cells.values())
-                rows.append([f"{label}, {cities} cities", *(f"{100 * share:.1f} %" for share in shares)])
-        groups = (*names("needles in the context"), *(Group(str(count)) for count in counts))
-        return Table("retrieval", "", groups, rows, [f"`{records.index.command}`, one seed."]).markdown()
-
     def coverage(self) -> str:
         """Return how often intervals held the true value in simulations."""
         _, _, plain = read_document(RESULTS / "intervals.json")
@@ -341,6 +330,57 @@ class Inserted:
             f"tokens, mean of {len(result['seeds'])} seeds. The MLP's output over the stream that it joins: {spans}."
         )
         return Table("start", "", groups, rows, [note]).markdown()
+
+    def benchmark(self, name: str) -> str:
+        """Return tables of benchmarks, by name or by their file in `results`."""
+        return self._benchmarks.page_table(name)
+
+    @cached_property
+    def _benchmarks(self) -> ModuleType:
+        spec = importlib.util.spec_from_file_location("tables", DOCS.parent / "benchmarks" / "tables.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def families(self) -> str:
+        """Return which families of pretrained models can become differential, and why others cannot."""
+        rows = [[f"`{name}`", beyond] for name, beyond in FAMILIES.items()]
+        rows += [[f"`{name}`", f"refused: {why}"] for name, why in REFUSED.items()]
+        titles = ("`model_type` in config.json", "what the model has beyond Llama's layout")
+        return Table("families", "", names(*titles), rows).markdown()
+
+    def costs(self) -> str:
+        """Return size, operations and cache of each attention type over the twin's, at the paper's 830M."""
+        config = DiffTransformerConfig(**preset("830m").fields)
+        twin, rows = count(config.twin("softmax"), context_tokens=2048), []
+        for kind in VARIANTS:
+            one = count(config.twin(kind), context_tokens=2048)
+            shares = one.parameters / twin.parameters, one.train_flops_per_token / twin.train_flops_per_token
+            rows.append([
+                f"`{kind}`", f"{one.parameters:,}", *(f"{share:.3f}" for share in shares), f"{one.kv_bytes_per_token:,}"
+            ])  # fmt: skip
+        titles = ("parameters", "ratio", "training FLOPs of a token", "cached bytes of a token, bf16")
+        note = "Ratios to the Transformer. FLOPs of matrix products, at 2,048 tokens."
+        return Table("costs", "", (*names("`attention_type`"), *map(Group, titles)), rows, [note]).markdown()
+
+    def equal_parameters(self) -> str:
+        """Return the width of the MLP that gives each attention type as many parameters as the twin has."""
+        rows = []
+        for kind in VARIANTS:
+            cells = []
+            for fields in (SMALL, preset("830m").fields):
+                config = DiffTransformerConfig(attention_type=kind, **fields)
+                wanted, before = count(config.twin()).parameters, count(config).parameters
+                width = matching_width(config, wanted)
+                config.intermediate_size = width
+                after = count(config).parameters
+                cells += [f"{before:,} ({100 * (before / wanted - 1):+.2f} %)", f"{width:,}", f"{after:,}"]
+            rows.append([f"`{kind}`", *cells])
+        found = ("parameters", "MLP width that matches", "then")
+        titles = [f"{size}: {what}" for size in ("128 wide", "830M") for what in found]
+        return Table("sizes", "", (*names("`attention_type`"), *map(Group, titles)), rows).markdown()
 
     def times_of_types(self) -> str:
         """Return the time of each attention type over the twin's: the range over sizes, in fp32 and bf16."""

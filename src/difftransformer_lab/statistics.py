@@ -12,7 +12,7 @@ Five rules hold everywhere in the package:
   (`effective_trials`).
 * Several differences on a page are judged by p-values after Holm's correction (`holm`).
 
-`docs/evaluation-intervals.md` shows how often these intervals cover. scipy is imported inside the functions that use it,
+`docs/evaluation.md` shows how often these intervals cover. scipy is imported inside the functions that use it,
 because the import is slow.
 """
 

@@ -89,7 +89,7 @@ def test_named_files_and_functions_exist(path):
 
 
 def test_the_functions_and_tests_beside_the_equations_exist():
-    text = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     for test in re.findall(r"`(tests/[\w./]+)`", text):
         assert (ROOT / test).exists(), test
     for name in re.findall(r"`(difftransformer(?:_lab)?\.[\w.]+)`", text):

@@ -23,8 +23,7 @@ BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<co
 RUN_IN_ORDER = [
     ROOT / "docs" / f"{name}.md"
     for name in (
-        "accelerate", "choose", "conversion", "evaluation", "evaluation-tasks", "huggingface", "huggingface-tools",
-        "upcycling", "variants",
+        "conversion", "evaluation", "evaluation-tasks", "huggingface", "upcycling", "variants", "worth",
     )
 ]  # fmt: skip
 # The guide to reports has no blocks.
@@ -157,7 +156,7 @@ def test_blocks_and_commands_run_in_order(path, place, monkeypatch, capsys):
 def test_blocks_that_need_tools_run_in_order(place, monkeypatch, capsys):
     for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(variable, "1")
-    path = ROOT / "docs" / "huggingface-tools.md"
+    path = ROOT / "docs" / "huggingface.md"
     without = [info for *_, info, _ in all_blocks(path) if "tools" not in info]
     python, shell = run_in_order(path, monkeypatch, capsys, tools=True)
     assert python >= 6

@@ -9,10 +9,9 @@ import pytest
 from scipy.special import logit
 from scipy.stats import fisher_exact
 
-from difftransformer.attention import VARIANTS
 from difftransformer.hub import open_model, source_folder
-from difftransformer.model import DiffTransformerConfig, count, preset
-from difftransformer_lab.analysis import read_records, read_studies
+from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
+from difftransformer_lab.analysis import read_studies
 from difftransformer_lab.recipe_files import read_recipe, shipped_recipes
 from difftransformer_lab.results import figure_of
 from difftransformer_lab.statistics import paired_difference
@@ -52,7 +51,6 @@ def test_the_size_of_the_shipped_models(name):
     with source_folder(name) as folder:
         size = f"{open_model(folder).num_parameters() / 1e6:.1f}M parameters"
     assert f"is a DIFF model of {size}" in text_of("docs/start.md")
-    assert f"have one seed, {size}" in text_of("docs/retrieval.md")
 
 
 def test_the_minutes_of_the_demo_are_the_same_everywhere():
@@ -62,29 +60,15 @@ def test_the_minutes_of_the_demo_are_the_same_everywhere():
 
 
 def test_what_is_said_of_needle_documents_is_in_the_recipes():
-    page = text_of("docs/retrieval.md")
     for name in ("demo", "retrieval", "variants"):
         document = read_recipe(name)
-        rows = document["training"]["retrieval"]
+        rows, model = document["training"]["retrieval"], document["model"]
         assert rows["terse"] == rows["dense"] == 0.5
-        assert rows["max_needles"] == 4
         assert document["data"]["vocab_size"] == 1024
-        assert document["model"]["mimetic_attention"] is True
-        assert document["model"]["embedding_multiplier"] == 1
-        (needle,) = [one["options"] for one in document["evaluation"] if one["task"] == "needle"]
-        assert max(needles for needles, _ in needle["needles"]) == 6
-    for said in (
-        "had at most four needles, so six is beyond training", "`training.retrieval.terse`: half of the needle documents",
-        "`training.retrieval.dense`: half of them", "`model.mimetic_attention: true`", "`vocab_size: 1024`",
-        "`embedding_multiplier: 1`",
-    ):  # fmt: skip
-        assert said in page
-    runs = [run for *_, run in read_records(DOCS / "results" / "retrieval.json").every_run()]
-    for run in runs:
-        model = run.recipe["model"]
-        assert (model["num_hidden_layers"], run.recipe["training"]["context_stages"][-1][1]) == (2, 128)
-        assert model["initializer_range"] == 0.05
-    assert "two layers, contexts of 128 tokens, and weights from N(0, 0.05²)" in page
+        assert (model["mimetic_attention"], model["embedding_multiplier"]) == (True, 1)
+    page = text_of("docs/findings.md")
+    assert "`training.retrieval.terse: 0.5` and `dense: 0.5`, `model.mimetic_attention: true`" in page
+    assert "`embedding_multiplier: 1`, and `vocab_size: 1024`" in page
 
 
 def test_the_sizes_of_what_was_trained(trained):
@@ -146,7 +130,7 @@ def test_what_was_retrieved_is_mostly_some_number_of_the_context(studies):
     ]
     assert p[0] < 0.001
     assert f"4 and 1 (p {p[1]:.2f})" in evidence.index.correction.why
-    for page in ("README.md", "docs/findings.md", "docs/retrieval.md"):
+    for page in ("README.md", "docs/findings.md"):
         assert "18 of 20 DIFF runs" in text_of(page)
 
 
@@ -162,7 +146,7 @@ def test_the_lead_among_noise_does_not_grow_in_log_odds(studies):
     found = paired_difference(changes, [0.0] * len(changes))
     said = f"{found.mean:.2f} [{found.low:.2f}, +{found.high:.2f}]"
     assert f"is {said}" in evidence.index.correction.why
-    assert f"({said})" in text_of("docs/retrieval.md")
+    assert f"({said})" in text_of("docs/findings.md")
 
 
 def test_the_losses_after_longer_training(studies):
@@ -200,19 +184,17 @@ LOSSES = {  # contrast: its state, digits, and what pages say of it
     }),
     "DIFF minus Transformer, each at its best": ("below", 3, {
         "docs/findings.md": "it makes no difference that matters: {} nats a token",
-        "docs/faq.md": "the difference of {} does not matter",
+        "docs/worth.md": "the difference of {} does not matter",
     }),
     "V2 minus Transformer, each at its best": ("below", 3, {
         "docs/findings.md": "lower than the Transformer's, at 1M parameters by {} nats a token",
         "README.md": "DIFF V2's loss is lower by {} nats a token",
-        "docs/faq.md": "V2's loss is lower by {} nats a token",
-        "docs/choose.md": "its loss is lower than the Transformer's by {} nats a token",
+        "docs/worth.md": "its loss is lower than the Transformer's by {} nats a token",
     }),
     "V2 minus Transformer, each at its best, 3M": ("below", 3, {
         "docs/findings.md": "and at 3M, after 0.4 tokens a parameter, by {} ([decided]",
         "README.md": "V2's is lower by {}, about level",
-        "docs/faq.md": "at 3M V2's is lower by {},",
-        "docs/choose.md": "at 3M it is lower by {}, and `diff` makes no difference",
+        "docs/worth.md": "at 3M it is lower by {}, and `diff` makes no difference",
     }),
     "DIFF minus Transformer, each at its best, 3M": ("within", 3, {
         "docs/findings.md": "Nor does it at 3M: {}, with an interval that contains zero",
@@ -245,7 +227,7 @@ def test_what_the_normal_start_costs_at_3m(studies):
 
 
 def test_recall_among_noise(studies):
-    evidence, page = studies["noise-laptop"], text_of("docs/retrieval.md")
+    evidence, page = studies["noise-laptop"], text_of("docs/findings.md")
     during, at_end = (
         next(one for one in evidence.index.figures if one.label == f"right answers {when}")
         for when in ("during training", "at the end")
@@ -264,7 +246,7 @@ def test_recall_among_noise(studies):
     answered = f"DIFF answers {diff} on average over training, V2 {v2} and the Transformer {twin}, and at the end "
     assert f"{answered}{ends[0]}, {ends[1]} and {ends[2]}" in text_of("docs/findings.md")
     answered = f"it answers {diff} of the questions on average over training, `diff_v2` {v2}"
-    assert f"{answered} {end.format(';')}" in text_of("docs/choose.md")
+    assert f"{answered} {end.format(';')}" in text_of("docs/worth.md")
 
     def steps(arm, share):
         curves = [run.curves["validation_accuracy"] for run in evidence.at(arm, (share,)).values()]
@@ -285,7 +267,7 @@ def test_recall_without_noise(studies):
     said = re.search(
         r"DIFF answers ([\d.]+) of the questions, grouped DIFF ([\d.]+), V2 ([\d.]+), the Transformer ([\d.]+) and wide heads "
         r"([\d.]+\d)",
-        text_of("docs/retrieval.md"),
+        text_of("docs/findings.md"),
     )
     for arm, share in zip(("diff", "grouped", "diff_v2", "twin", "wide"), said.groups(), strict=True):
         runs = [evidence.at(arm, (width,)) for width in ("64", "32")]
@@ -297,24 +279,27 @@ def test_recall_without_noise(studies):
     assert any((rate.arm, rate.point["width"]) == ("twin", "32") for rate in at_edge)
 
 
-def test_the_sizes_of_attention_types():
-    config = DiffTransformerConfig(**preset("830m").fields)
-    twin = count(config.twin("softmax"), context_tokens=2048)
-    rows = re.findall(r"\| `(\w+)` \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|", text_of("docs/choose.md"))
-    assert {name for name, *_ in rows} == set(VARIANTS)
-    for name, *said in rows:
-        one = count(config.twin(name), context_tokens=2048)
-        shares = one.parameters / twin.parameters, one.train_flops_per_token / twin.train_flops_per_token
-        assert [f"{one.parameters:,}", *(f"{share:.3f}" for share in shares), f"{one.kv_bytes_per_token:,}"] == said
+def test_the_operations_of_the_controls_at_equal_parameters():
+    twin = DiffTransformerConfig(attention_type="softmax", **preset("830m").fields)
+    wanted = count(twin, context_tokens=2048)
+    rows = re.findall(r"\| `(\w+)` \| (\d\.\d{3}) \| [\d.]+ to", text_of("docs/variants.md"))
+    assert {kind for kind, _ in rows} >= {"softmax_norm", "xsa", "gate", "diff_xsa", "diff_gate", "diff_v2_added"}
+    for kind, said in rows:
+        config = twin.twin(kind)
+        config.intermediate_size = matching_width(config, wanted.parameters)
+        found = count(config, context_tokens=2048).train_flops_per_token
+        assert f"{found / wanted.train_flops_per_token:.3f}" == said
 
 
-def test_the_list_of_studies_and_their_sizes():
-    text = (DOCS / "studies.md").read_text("utf-8")
-
-    def listed(head):
-        rows = text.partition(head)[2].partition("\n\n")[0].split("\n")
-        return re.findall(r"`([\w-]+)`", "\n".join(row.split(" | ")[0] for row in rows))
-
-    studies, sizes = map(listed, ("| study | question |", "| preset | for | studies |"))
-    assert set(studies) == {*shipped_recipes("studies")}
-    assert set(sizes) == {size for name in studies for size in load_study(name).presets}
+def test_the_lists_of_studies_and_their_sizes():
+    found = re.findall(r"^\| \[(\w+)\]\(studies/\w+\.md\)", (DOCS / "findings.md").read_text("utf-8"), re.MULTILINE)
+    assert set(found) >= {*shipped_recipes("studies")}
+    rows = (
+        (DOCS / "studies.md")
+        .read_text("utf-8")
+        .partition("| preset | for | studies |")[2]
+        .partition("\n\n")[0]
+        .split("\n")
+    )
+    sizes = re.findall(r"`([\w-]+)`", "\n".join(row.split(" | ")[0] for row in rows))
+    assert set(sizes) == {size for name in found for size in load_study(name).presets}

@@ -44,7 +44,7 @@ def tables_of(text):
 
 def test_every_page_has_what_it_inserts():
     written = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if "{{ " in path.read_text("utf-8")]
-    assert {"choose.md", "initialization.md", "retrieval.md", "studies/start.md"} <= set(written)
+    assert {"worth.md", "initialization.md", "findings.md", "performance.md", "studies/start.md"} <= set(written)
     for page in written:
         text = filled(page)
         assert "{{ " not in text, page
@@ -83,23 +83,6 @@ def test_every_study_with_records_has_a_page_with_all_of_them():
         assert all(change.what in text for change in index.changes)
         assert index.correction is None or index.correction.why in text
         assert ("confirm" if index.plan else "explore") in text
-
-
-def test_the_table_of_retrieval_is_that_of_its_file():
-    records, rows = read_records(DOCS / "results" / "retrieval.json"), cells_of(pages().needles())
-    counts = [int(cell) for cell in rows[0][1:]]
-    assert len(rows) == 5
-    for label, *cells in rows[1:]:
-        name, cities = re.fullmatch(r"(.+), (\w+) cities", label).groups()
-        (run,) = records.at({"DIFF Transformer": "diff", "Transformer": "softmax"}[name], ()).values()
-        for count, cell in zip(counts, cells, strict=True):
-            found = [
-                row
-                for row in run.evaluations["needle"].measurements
-                if row.at.get("cities") == cities and row.at.get("needles") == count and "depth" in row.at
-            ]
-            right, asked = sum(round(row.value * row.n) for row in found), sum(row.n for row in found)
-            assert cell == f"{100 * right / asked:.1f} %"
 
 
 def test_the_ranges_of_times_are_those_of_their_file():

@@ -64,42 +64,6 @@ def test_a_long_sentence_is_found():
     assert max(len(part.split()) for part in sentences(text)) == 32
 
 
-def glossary_terms():
-    """The terms of the glossary in lower case, alternatives apart."""
-    heads = re.findall(r"^- \*\*([^*]+)\*\*", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
-    return {term.strip().lower() for head in heads for term in re.split(r",| and ", head)}
-
-
-# Words that pages also use in their usual meaning.
-EVERYDAY = {
-    "item", "unit", "depth", "task", "n", "r", "reference", "dimensions", "diff", "run", "study", "pair", "signed", "absolute",
-    "positive", "restrictions", "seen", "unseen cities", "unit of 2 n n d",
-}  # fmt: skip
-
-
-def unlinked_terms(path):
-    """Terms that are not a link, to the glossary or to a page, where the page's prose uses them for the first time."""
-    text = re.sub(r"^ *```.*?^ *```|^#[^\n]*|^\|[^\n]*|^!\[[^\n]*|^    [^\n]*$", "", text_of(path), flags=re.M | re.S)
-    text = re.sub(r"`[^`\n]+`", "", re.sub(r"\]\([^)]*\)", "](", text))
-    for term in sorted(glossary_terms() - EVERYDAY):
-        first = re.search(rf"\b{re.escape(term)}(?:s|'s)?\b", text, re.IGNORECASE)
-        if first:
-            before, after = text[: first.start()], text[first.end() :]
-            if "[" not in before or "]" in before.rpartition("[")[2] or not re.match(r"[^\[\]]*\]\(", after):
-                yield term
-
-
-@pytest.mark.parametrize("path", PLAIN[1:], ids=name)
-def test_a_term_is_linked_where_it_is_first_used(path):
-    assert list(unlinked_terms(path)) == []
-
-
-def test_an_unlinked_term_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Twin\n\nA [checkpoint](x.md#y) and `a recipe`, then a checkpoint, and a twin.", encoding="utf-8")
-    assert list(unlinked_terms(page)) == ["twin"]
-
-
 @pytest.mark.parametrize("path", PLAIN[1:], ids=name)
 def test_links_to_the_glossary_name_its_terms(path):
     text = (DOCS / "glossary.md").read_text(encoding="utf-8").lower()
@@ -193,7 +157,7 @@ def test_the_list_of_pages_is_complete():
     assert pages <= listed, pages - listed
 
 
-@pytest.mark.parametrize("page", ["recipes.md", "performance-models.md"])
+@pytest.mark.parametrize("page", ["recipes.md", "performance.md"])
 def test_the_logits_above_which_the_loss_is_chunked(page):
     text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
     (cpu, gpu), *others = re.findall(r"2\^(\d+) logits on a CPU, or 2\^(\d+) on a GPU", text)
