@@ -247,6 +247,22 @@ def test_an_evaluation_document_holds_every_needle_once_at_its_place(tokenizer, 
             assert abs((start - 1) - depth * (query - 1 - needle)) <= max(16, query / 64) + needle
 
 
+def test_without_a_needle_asked_for_the_city_is_in_none(tokenizer, stream):
+    for seed in range(8):
+        question = evaluate(tokenizer, stream, seed=seed, needles=3, asked=0)
+        (prompt,), (city,) = question.prompts, question.cities
+        assert len(prompt) == 600 * scale(tokenizer) - 7
+        text = tokenizer.decode(prompt)
+        found = dict(SENTENCE.findall(text))
+        assert sorted(found.values()) == sorted(question.numbers)
+        assert len(found) == 3
+        assert city not in found
+        assert text.endswith(f"\nThe special magic {city} number is:")
+        assert (question.answers, question.answer_ids, question.spans) == ([], [], [])
+    with pytest.raises(ConfigError, match="needles from 64 to 64: allowed are 1 <= fewest <= most <= 63"):
+        evaluate(tokenizer, stream, needles=64, asked=0)
+
+
 def test_depths_are_right_on_average(bpe, bpe_stream):
     for depth in (0.25, 0.5, 0.75):
         met = []

@@ -11,7 +11,16 @@ from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN, byte_tokenizer
 from difftransformer.data.tokenizer import Tokenizer
 from difftransformer.errors import DataError
 from difftransformer_lab.evals import TaskContext, run_task
-from difftransformer_lab.evals.tasks.needle import ANSWER_NLL, NeedleTask, Options
+from difftransformer_lab.evals.tasks.needle import (
+    ANSWER_NLL,
+    CHANCE,
+    COPYING,
+    LOOKUP,
+    MADE_UP,
+    MADE_UP_COPYING,
+    NeedleTask,
+    Options,
+)
 from difftransformer_lab.statistics import wilson_interval
 from tests.support.fakes import Guesser, Oracle, Telling, Uniform
 
@@ -29,13 +38,16 @@ def drawn(shards, options, context_tokens=64):
 
 
 def cells(model, shards, options):
-    return [row for row in run_task(model, drawn(shards, options)).measurements if "depth" in row.at]
+    rows = run_task(model, drawn(shards, options)).measurements
+    return [row for row in rows if row.name == "accuracy" and "depth" in row.at]
 
 
 def test_the_oracle_is_right_in_every_cell(oracle, toy_shards):
     """And where cities are of several kinds, over all cells of each; it tells no likelihoods, so that there is no loss."""
-    rows = run_task(oracle, drawn(toy_shards, GRID)).measurements
-    assert ANSWER_NLL not in {row.name for row in rows}
+    everything = run_task(oracle, drawn(toy_shards, GRID)).measurements
+    assert {row.name for row in everything} == {"accuracy", CHANCE, COPYING, LOOKUP}
+    assert all(row.value == pytest.approx(1) for row in everything if row.name != CHANCE)
+    rows = [row for row in everything if row.name == "accuracy"]
     assert [(row.at, row.n) for row in rows[:2]] == [({"cities": "seen"}, 2 * 3 * 4 * 5), ({"cities": "unseen"}, 120)]
     found = [row for row in rows if "depth" in row.at]
     assert [row.at for row in found] == [
@@ -53,6 +65,7 @@ def test_figures_over_cells_are_those_of_all_their_answers(guesser, toy_shards):
     """Over each kind of city, number of needles and length the figure follows from the counts of the cells."""
     options = replace(GRID, digits=1, needles=[[1, 1]])
     rows = run_task(guesser(1), drawn(toy_shards, options)).measurements
+    rows = [row for row in rows if row.name == "accuracy"]
     cell_rows = [row for row in rows if "depth" in row.at]
     assert sum(row.value for row in cell_rows) > 0
     for row in rows:
@@ -109,9 +122,120 @@ def test_the_loss_of_the_answer_stands_wherever_the_accuracy_does(toy_shards):
 
 
 def test_the_right_answer_is_asked_as_the_text_goes_on(toy_shards):
-    for request, (_, _, number) in zip((task := drawn(toy_shards, CHOSEN)).requests, task._trials, strict=True):
+    for request, (*_, number) in zip((task := drawn(toy_shards, CHOSEN)).requests, task._trials, strict=True):
         text = toy_shards.tokenizer.decode(request.prompt)
         assert toy_shards.tokenizer.decode((*request.prompt, *request.right)) == f"{text} {number}"
+
+
+def asked_one_by_one(shards, answers, **options):
+    """The figures of one cell of four needles, where answer i says answers[i](numbers of the context, the right one)."""
+    chosen = replace(CHOSEN, depths=[0.5], documents=len(answers), **options)
+    task = drawn(shards, chosen)
+    said = []
+    for trial, answer in zip(task._trials, answers, strict=True):
+        text = answer([*trial.numbers], trial.right)
+        said.append(shards.tokenizer.encode(f"a {text}\n")[len(shards.tokenizer.encode("a")) :])
+    return task.score(said)
+
+
+def right_one(numbers, right):
+    return right
+
+
+def another(numbers, right):
+    return next(number for number in numbers if number != right)
+
+
+def made_up(numbers, right):
+    return next(f"{n:03d}" for n in range(1000) if f"{n:03d}" not in numbers)
+
+
+def words(numbers, right):
+    return f"of {right}"
+
+
+def test_copying_and_lookup_by_hand(toy_shards):
+    """Of ten answers with N = 4 three are right, four name another needle's number, two that of none, one begins with words."""
+    answers = [right_one] * 3 + [another] * 4 + [made_up] * 2 + [words]
+    scores = asked_one_by_one(toy_shards, answers, needles=[[4, 1]])
+    whole = {row.name: row for row in scores.measurements if row.at == {"needles": 4, "asked": 1}}
+    assert {name: row.n for name, row in whole.items()} == dict.fromkeys(("accuracy", CHANCE, COPYING, LOOKUP), 10)
+    assert whole["accuracy"].value == 0.3
+    assert (whole[CHANCE].value, whole[CHANCE].better, whole[CHANCE].low) == (0.25, None, None)
+    assert (whole[COPYING].value, whole[COPYING].better) == (0.7, None)
+    assert (whole[COPYING].low, whole[COPYING].high) == wilson_interval(7, 10)
+    # 3 - 4/3 of 10 questions; or of p = (3 + 3/4) / 10, where three answers are replaced by one of the four numbers.
+    lookup = whole[LOOKUP]
+    assert (lookup.value, lookup.unit, lookup.better) == (pytest.approx(1 / 6), "beyond 1/N", "higher")
+    assert lookup.value == pytest.approx((0.375 - 0.25) / 0.75)
+    assert (lookup.low, lookup.high) == pytest.approx([(p - 0.25) / 0.75 for p in wilson_interval(3.75, 10)])
+    assert lookup.standard_error == pytest.approx(math.sqrt(0.375 * 0.625 / 10) / 0.75)
+    items = [one.score / one.weight for one in scores.items if one.name == f"{LOOKUP} N=4 R=1"]
+    assert items == pytest.approx([1] * 3 + [-1 / 3] * 4 + [0] * 3)
+    assert {row.detail for row in scores.measurements if "depth" in row.at} == {True}
+
+
+def test_a_model_that_copies_at_random_looks_nothing_up(toy_shards):
+    """With each of its four numbers once it is right in 1/N, and lookup is 0; with one number lookup has no meaning."""
+    pick = [lambda numbers, right, place=place: numbers[place] for place in range(4)]
+    scores = asked_one_by_one(toy_shards, pick * 25, needles=[[4, 1]])
+    whole = {row.name: row for row in scores.measurements if row.at == {"needles": 4, "asked": 1}}
+    assert (whole["accuracy"].value, whole[COPYING].value) == (0.25, 1)
+    assert whole[LOOKUP].value == pytest.approx(0, abs=1e-12)
+    assert whole[LOOKUP].low < 0 < whole[LOOKUP].high
+    single = asked_one_by_one(toy_shards, [right_one, made_up], needles=[[1, 1]])
+    assert LOOKUP not in {row.name for row in single.measurements}
+    assert next(row.value for row in single.measurements if row.name == CHANCE) == 1
+
+
+def test_over_several_numbers_of_needles_chance_is_the_mean_of_1_over_n(oracle, toy_shards):
+    rows = run_task(oracle, drawn(toy_shards, replace(GRID, needles=[[1, 1], [2, 1], [4, 1], [6, 1]]))).measurements
+    found = [row for row in rows if row.at == {"cities": "seen"}]
+    assert {row.name for row in found} == {"accuracy", CHANCE, COPYING}
+    assert next(row.value for row in found if row.name == CHANCE) == pytest.approx((1 + 1 / 2 + 1 / 4 + 1 / 6) / 4)
+    places = [row.at for row in rows if row.name == LOOKUP and "length_tokens" not in row.at]
+    assert places == [
+        {"cities": kind, "needles": n, "asked": 1} for n in (2, 4, 6) for kind in ("seen", "unseen")
+    ]  # fmt: skip
+
+
+def test_absent_cities_stand_in_no_needle_and_change_no_other_question(toy_shards):
+    plain, more = drawn(toy_shards, GRID), drawn(toy_shards, replace(GRID, absent=True))
+    assert more.requests[: len(plain.requests)] == plain.requests
+    added = list(zip(more.requests, more._trials, strict=True))[len(plain.requests) :]
+    assert len(added) == 3 * 2 * 2 * 4  # numbers of needles, lengths, kinds of city, documents
+    asked = set()
+    for request, trial in added:
+        text = toy_shards.tokenizer.decode(request.prompt)
+        needles = dict(re.findall(r"\nThe special magic (.+) number is: (\d{3})", text))
+        city = re.search(r"\nThe special magic (.+) number is:$", text)[1]
+        assert city in (CITIES_SEEN if trial.at["cities"] == "seen" else CITIES_UNSEEN)
+        assert city not in needles
+        assert set(needles.values()) == set(trial.numbers)
+        assert len(trial.numbers) == trial.at["needles"]
+        assert trial.right is None
+        assert len(request.prompt) + request.tokens + 1 == trial.at["length_tokens"]
+        asked.add(city)
+    assert len(asked) > 20
+
+
+def test_what_is_made_up_by_hand(toy_shards):
+    """The first answer is of a city that is there; of four absent ones two get a needle's number, one another, one words."""
+    given = [right_one] * 4 + [another, another, made_up, words]
+    task_options = replace(CHOSEN, depths=[0.5], documents=4, needles=[[2, 1]], absent=True)
+    task = drawn(toy_shards, task_options)
+    said = [answer([*trial.numbers], trial.right) for trial, answer in zip(task._trials, given, strict=True)]
+    start = len(toy_shards.tokenizer.encode("a"))
+    scores = task.score([toy_shards.tokenizer.encode(f"a {text}\n")[start:] for text in said])
+    found = {row.name: row for row in scores.measurements if row.at == {"needles": 2}}
+    assert {name: (row.value, row.n, row.better) for name, row in found.items()} == {
+        MADE_UP: (0.75, 4, "lower"),
+        MADE_UP_COPYING: (0.5, 4, "lower"),
+    }
+    assert (found[MADE_UP].low, found[MADE_UP].high) == wilson_interval(3, 4)
+    assert next(row.value for row in scores.measurements if row.name == "accuracy") == 1
+    items = [one.score for one in scores.items if one.name == f"{MADE_UP} N=2 R=0"]
+    assert items == [1, 1, 1, 0]
 
 
 def test_a_guesser_scores_chance(guesser, toy_shards):
@@ -216,7 +340,7 @@ def test_a_chat_models_prompt(text):
         question = re.search(r"\n\nQuestion: What is the special magic number for (.+)\?</s><assistant>$", prompt)
         assert len(re.findall(rf"\nThe special magic {question[1]} number is: \d{{7}}\n", prompt)) == 1
         assert len(request.prompt) + request.tokens <= 600
-    answers = [tokenizer.encode(f"It is {number}, I think") for _, _, number in task._trials]
+    answers = [tokenizer.encode(f"It is {number}, I think") for *_, number in task._trials]
     assert task.score(answers).measurements[0].value == 1
     assert task.score([tokenizer.encode("1234567")] * 2).measurements[0].value == 0
     with pytest.raises(DataError, match="no chat template"):

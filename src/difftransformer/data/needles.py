@@ -124,7 +124,8 @@ class NeedleQuestion:
     Attributes:
         prompts: Token ids, of the same length for all prompts. Each begins with the token that begins a text and ends with the
             colon of the question.
-        answers: Digits that should follow after a space.
+        numbers: Digits of every needle of the context, those asked for first.
+        answers: Digits that should follow after a space. The city of a prompt without an answer is in no needle.
         answer_ids: Token ids of each answer, the space included, as they follow the prompt.
         cities: City that each prompt asks for.
         spans: [start, end) of the needle asked for, including its leading line end, in tokens of the prompt.
@@ -134,6 +135,7 @@ class NeedleQuestion:
     """
 
     prompts: list[list[int]]
+    numbers: list[str]
     answers: list[str]
     answer_ids: list[list[int]]
     cities: list[str]
@@ -231,7 +233,7 @@ def evaluation_document(
         length_tokens: Context of the model, which holds prompt and answer.
         depth: Depth of the first prompt's needle, 0 (start) to 1 (end).
         needles: Number of needles in the context (N of the paper).
-        asked: Number of needles asked for (R of the paper).
+        asked: Number of needles asked for (R of the paper). With 0 the only prompt asks for a city of no needle.
         digits: Digits of a number, 1 to 9.
         cities: Names to draw from.
 
@@ -239,7 +241,8 @@ def evaluation_document(
         ConfigError: A count, `depth` or `digits` is out of range, or there are too few reserved numbers.
         DataError: The document does not fit even without filler, or there is no corpus text.
     """
-    check_needles(min_needles=needles, max_needles=needles, asks=asked, digits=digits, cities=cities)
+    absent = asked == 0
+    check_needles(min_needles=needles, max_needles=needles, asks=asked + absent, digits=digits, cities=cities[absent:])
     if not 0.0 <= depth <= 1.0:
         raise ConfigError(f"depth is {depth}; it must lie between 0 (start) and 1 (end of the context)")
     if asked > needles:
@@ -247,14 +250,15 @@ def evaluation_document(
     if needles > (unseen := _reserved_count(digits)):
         raise ConfigError(f"{needles} needles of {digits} digits: only {unseen} are kept for evaluation; add digits")
     pieces = _pieces(tokenizer)
-    names = [cities[index] for index in rng.permutation(len(cities))[:needles].tolist()]
+    names = [cities[index] for index in rng.permutation(len(cities))[: needles + absent].tolist()]
+    named = names[needles:] if absent else names[:asked]
     # The length of the filler depends on the numbers, which have different token counts in some tokenizers.
     for _ in range(20):
         numbers = _distinct_numbers(rng, digits, needles)
-        sentences = [pieces.stub(city) + pieces.answer(number) for city, number in zip(names, numbers, strict=True)]
+        sentences = [pieces.stub(city) + pieces.answer(number) for city, number in zip(names, numbers, strict=False)]
         prompt_tokens = length_tokens - answer_tokens(digits)
         room = prompt_tokens - 1 - sum(map(len, sentences))
-        lengths = [room - len(pieces.stub(city)) for city in names[:asked]]
+        lengths = [room - len(pieces.stub(city)) for city in named]
         if min(lengths) < 0:
             raise DataError(_too_long(needles, length_tokens - min(lengths), length_tokens))
         filler = pieces.filler(rng, filler_tokens, max(lengths))
@@ -278,15 +282,16 @@ def evaluation_document(
     for index, length in enumerate(lengths):
         placed = [(length if places[i] == shortest else int(places[i]), sentences[i]) for i in order]
         context, inserted = _insert(tokenizer.begin_of_text, filler[:length], placed)
-        prompts.append(context + pieces.stub(names[index]))
+        prompts.append(context + pieces.stub(named[index]))
         spans.append(inserted[order.index(index)])
         query_starts.append(len(context))
     return NeedleQuestion(
         prompts=prompts,
+        numbers=numbers,
         answers=numbers[:asked],
         answer_ids=[pieces.answer(number) for number in numbers[:asked]],
-        cities=names[:asked],
-        spans=spans,
+        cities=named,
+        spans=spans[:asked],
         query_starts=query_starts,
         length_tokens=length_tokens,
         depth=depth,

@@ -307,6 +307,8 @@ def _pooled(rows: Sequence[Measurement]) -> Measurement:
     whole = replace(whole, n=sum(row.n for row in rows), low=None, high=None)
     if not statistic.standard_error or interval.low is None or interval.high is None:
         return whole
+    if whole.unit != "share":
+        return replace(whole, low=interval.low, high=interval.high)
     return replace(whole, low=max(0.0, interval.low), high=min(1.0, interval.high))
 
 

@@ -25,15 +25,16 @@ def by_unit(values: Sequence[float], units: Sequence[Hashable]) -> tuple[list[Ha
 
 def proportion(
     name: str,
-    right: Sequence[bool],
+    right: Sequence[float],
     at: dict[str, Any],
     *,
     units: Sequence[Hashable] | None = None,
-    better: Literal["higher", "lower"] = "higher",
+    better: Literal["higher", "lower"] | None = "higher",
 ) -> Measurement:
     """Return the share of right answers with its standard error and its Wilson interval.
 
     Args:
+        right: For each answer whether it is right, or what it counts from 0 to 1.
         units: For each answer its document, or what else it shares with others; answers of one unit are not independent.
             None where every answer stands for itself: the standard error is then sqrt(p (1 - p) / n).
 

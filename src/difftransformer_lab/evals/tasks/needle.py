@@ -5,14 +5,24 @@ This is arXiv:2410.05258 section 3.3: which magic number belongs to a city?
 The paper states neither the haystack, the prompt of a base model, nor how two answers are scored. Here the prompt ends with
 the start of the needle's own sentence. Every needle asked for is one trial, right when the greedy continuation starts with
 all its digits. The negative log-likelihood of the right answer says more with few trials: it tells near misses from far ones.
+
+A model that names some number of the context is right in 1/N of the questions with N numbers, so accuracy alone does not tell
+finding from copying. Of a question with N > 1 numbers, lookup counts a right answer as 1, another number of the context as
+-1 / (N - 1), and any other answer as 0. Its mean is (p - 1/N) / (1 - 1/N), where p is the accuracy if each answer that names no
+number of the context were one of its N numbers, drawn at random. So lookup is 0 for copying at random and 1 for right answers.
+
+With --absent a model is also asked for cities of no needle. Any number that it gives then is made up. A base model has no words
+to say that there is none, and one trained on needles alone has only met questions that have an answer: of such a model, the
+share of numbers says that it knows the form of an answer, and that of numbers of the context says where it takes them from.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +38,7 @@ from ..prompts.haystack import CITIES, Kind, NeedleOptions, draw_documents
 from ..prompts.texts import HAYSTACK_TOKENS, TaskContext, token_stream
 from ..registry import TaskKind, refused, register
 from ..requests import Continuation, ScoredContinuation
-from ..scores import details, mean, proportion, unit_scores
+from ..scores import details, mean, proportion, single, unit_scores
 
 _CHAT_INSTRUCTION = (
     "Somewhere in the text below are sentences that give cities a special magic number. Read it, then answer the question "
@@ -36,6 +46,11 @@ _CHAT_INSTRUCTION = (
 )
 _CHAT_ANSWER_TOKENS = 32
 ANSWER_NLL = "nll of the answer"
+CHANCE = "accuracy of copying"
+COPYING = "number of the context"
+LOOKUP = "lookup"
+MADE_UP = "number, absent city"
+MADE_UP_COPYING = "number of the context, absent city"
 DEFAULT_LENGTHS = (1024, 2048, 4096, 8192)
 
 
@@ -49,12 +64,15 @@ class Options(NeedleOptions):
         needles: [needles in the context, needles asked for] pairs; the paper has [1,1], [2,2], [4,2], [6,2] and [8,1].
         cities: Cities to name: all, those that training documents name (seen), the others (unseen), or both kinds apart.
         prompt: base ends with the beginning of the needle's own sentence; chat asks a question in the chat template.
+        absent: Whether to ask as well for cities that are not in the context, of as many documents as a cell has, once for
+            each length, number of needles and kind of city.
     """
 
     lengths: list[int] | None = None
     needles: list[list[int]] = field(default_factory=lambda: [[1, 1]])
     cities: Literal["all", "seen", "unseen", "apart"] = "all"
     prompt: Literal["base", "chat"] = "base"
+    absent: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +84,15 @@ class Options(NeedleOptions):
             raise refused(self, "needles", "ask for at least 1 and at most all of the needles")
 
 
+class Trial(NamedTuple):
+    """A question: its place, its document, which others share, the numbers of its context, and the right one, if any."""
+
+    at: dict[str, Any]
+    document: str
+    numbers: Sequence[str]
+    right: str | None
+
+
 class NeedleTask(Task):
     """The grid's documents, and the share of exact answers and the loss of the right ones in each cell."""
 
@@ -73,27 +100,38 @@ class NeedleTask(Task):
         self.options, self.tokenizer, self.data_name = options, context.tokenizer, options.text
         self.choices = _choices(options, context.tokenizer.begin_of_text_token)
         self.requests: list[Continuation] = []
-        # For each needle that is asked for its place, its document and its number; documents are shared, or most of them.
-        self._trials: list[tuple[dict[str, Any], str, str]] = []
+        self._trials: list[Trial] = []
         self._frame = chat_frame(context.tokenizer) if options.prompt == "chat" else None
         tokens = _CHAT_ANSWER_TOKENS if self._frame else answer_tokens(options.digits) - 1
         haystack = token_stream(context, options.text, enough=HAYSTACK_TOKENS)
         kinds: tuple[Kind, ...] = ("seen", "unseen") if options.cities == "apart" else (options.cities,)
         usual = [length for length in DEFAULT_LENGTHS if options.lengths is None and length <= context.prompt_tokens]
         lengths = options.lengths or usual or [context.context_tokens]
-        for (needles, asked), length, depth, kind in product(options.needles, lengths, options.depths, kinds):
+        cells: list[tuple[int, int, int, float, Kind]] = [
+            (needles, asked, length, depth, kind)
+            for (needles, asked), length, depth, kind in product(options.needles, lengths, options.depths, kinds)
+        ]
+        if options.absent:
+            counts = sorted({needles for needles, _ in options.needles})
+            cells += [(needles, 0, length, 0.5, kind) for needles, length, kind in product(counts, lengths, kinds)]
+        for needles, asked, length, depth, kind in cells:
             questions = self._questions(context, haystack, needles, asked, length, depth, kind)
             own = [] if options.paired else [kind, f"{length} tokens", f"depth {depth:g}"]
             at: dict[str, Any] = {} if kind == "all" else {"cities": kind}
             at |= {"needles": needles, "asked": asked, "length_tokens": length, "depth": depth}
+            if not asked:
+                del at["asked"], at["depth"]
+                own = own[:2]
             for number, question in enumerate(questions):
                 document = ", ".join([f"N={needles} R={asked}", *own, f"document {number}"])
-                for prompt, answer, ids in zip(question.prompts, question.answers, question.answer_ids, strict=True):
-                    request: Continuation = ScoredContinuation(tuple(prompt), tokens, right=tuple(ids))
-                    if self._frame:  # a chat model may begin its answer with any words
-                        request = Continuation(tuple(prompt), tokens)
+                for place, prompt in enumerate(question.prompts):
+                    request = Continuation(tuple(prompt), tokens)
+                    if asked and not self._frame:  # a chat model may begin its answer with any words
+                        request = ScoredContinuation(tuple(prompt), tokens, right=tuple(question.answer_ids[place]))
                     self.requests.append(request)
-                    self._trials.append((at, document, answer))
+                    self._trials.append(
+                        Trial(at, document, question.numbers, question.answers[place] if asked else None)
+                    )
 
     def _questions(
         self,
@@ -126,34 +164,85 @@ class NeedleTask(Task):
     def score(self, answers: Sequence[Any]) -> Scores:
         """Return the accuracy over everything, for each number of needles, for each length, and in each cell.
 
-        Beside it stands the negative log-likelihood of the right answer, the sum over its tokens, if the model told it.
+        Beside it stand the accuracy of copying, 1/N, the share of answers that name a number of the context, lookup where N is
+        above 1, and the negative log-likelihood of the right answer, the sum over its tokens, if the model told it. The figures
+        of absent cities stand over everything, for each number of needles and for each length.
         """
-        groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, bool, float | None]]] = defaultdict(list)
-        for (at, document, number), answer in zip(self._trials, answers, strict=True):
+        groups: dict[tuple[tuple[str, Any], ...], list[tuple[Trial, str, float | None]]] = defaultdict(list)
+        for trial, answer in zip(self._trials, answers, strict=True):
             told = isinstance(answer, dict)
             text = self.tokenizer.decode(answer["ids"] if told else answer).strip()
             loss = math.fsum(answer["losses"]) if told else None
-            right = number in text if self.options.prompt == "chat" else text.startswith(number)
-            left_out = [0, 1, 2, 4] if len(self.options.needles) > 1 else [0, 1, 2]
-            for fewer in left_out:
-                groups[tuple(at.items())[: len(at) - fewer]].append((document, right, loss))
+            left_out = [0, 1, 2, 4] if trial.right else [0, 1, 2]
+            for fewer in left_out if len(self.options.needles) > 1 else left_out[:-1]:
+                place = tuple(trial.at.items())[: len(trial.at) - fewer]
+                groups[(("absent", not trial.right), *place)].append((trial, text, loss))
         # Rows of few places first, as a reader wants them.
         rows: list[Measurement] = []
         items: list[ItemScore] = []
-        for key, answered in sorted(groups.items(), key=lambda group: len(group[0])):
-            at, (documents, marks, _) = dict(key), zip(*answered, strict=True)
-            losses = [loss for *_, loss in answered if loss is not None]
-            figures: list[tuple[Sequence[float], Measurement]] = [
-                (marks, proportion("accuracy", marks, at, units=documents))
-            ]
-            if len(losses) == len(answered):
-                figures.append((losses, mean(ANSWER_NLL, "nats", losses, at, units=documents, better="lower")))
-            for values, row in figures:
+        for ((_, absent), *key), answered in sorted(groups.items(), key=lambda group: len(group[0])):
+            at, documents = dict(key), [trial.document for trial, *_ in answered]
+            for values, row in (self._of_absent if absent else self._of_asked)(answered, at, documents):
                 rows += details([row]) if "depth" in at else [row]
-                if key and key[-1][0] == "asked":
+                if values and key and key[-1][0] == ("needles" if absent else "asked"):
                     cities = f", {at['cities']} cities" if "cities" in at else ""
-                    items += unit_scores(f"{row.name} N={at['needles']} R={at['asked']}{cities}", values, documents)
+                    name = f"{row.name} N={at['needles']} R={at.get('asked', 0)}{cities}"
+                    items += unit_scores(name, values, documents)
         return Scores(measurements=rows, items=items)
+
+    def _of_asked(
+        self, answered: Sequence[tuple[Trial, str, float | None]], at: dict[str, Any], units: Sequence[str]
+    ) -> list[tuple[Sequence[float], Measurement]]:
+        """Return the figures of questions with an answer, with their value for each question."""
+        right = [self._says(text, trial.right or "") for trial, text, _ in answered]
+        named = [self._names_one(text, trial.numbers) for trial, text, _ in answered]
+        losses = [loss for *_, loss in answered if loss is not None]
+        chances = [1 / len(trial.numbers) for trial, *_ in answered]
+        figures: list[tuple[Sequence[float], Measurement]] = [
+            (right, proportion("accuracy", right, at, units=units)),
+            ([], single(CHANCE, "share", math.fsum(chances) / len(chances), len(chances), at)),
+            (named, proportion(COPYING, named, at, units=units, better=None)),
+        ]
+        if at.get("needles", 1) > 1:
+            figures.append(_lookup(right, named, at, units))
+        if len(losses) == len(answered):
+            figures.append((losses, mean(ANSWER_NLL, "nats", losses, at, units=units, better="lower")))
+        return figures
+
+    def _of_absent(
+        self, answered: Sequence[tuple[Trial, str, float | None]], at: dict[str, Any], units: Sequence[str]
+    ) -> list[tuple[Sequence[float], Measurement]]:
+        """Return the figures of questions without an answer, with their value for each question."""
+        find = re.search if self._frame else re.match
+        marks = {
+            MADE_UP: [find(r"\d", text) is not None for _, text, _ in answered],
+            MADE_UP_COPYING: [self._names_one(text, trial.numbers) for trial, text, _ in answered],
+        }
+        return [(made, proportion(name, made, at, units=units, better="lower")) for name, made in marks.items()]
+
+    def _says(self, text: str, number: str) -> bool:
+        return number in text if self._frame else text.startswith(number)
+
+    def _names_one(self, text: str, numbers: Sequence[str]) -> bool:
+        return any(self._says(text, number) for number in numbers)
+
+
+def _lookup(
+    right: Sequence[bool], named: Sequence[bool], at: dict[str, Any], units: Sequence[str]
+) -> tuple[Sequence[float], Measurement]:
+    """Return (p - 1/N) / (1 - 1/N) with the interval of the share p, and its value for each question."""
+    count = at["needles"]
+
+    def beyond(share: float) -> float:
+        return (count * share - 1) / (count - 1)
+
+    marks = [float(found) if found or one else 1 / count for found, one in zip(right, named, strict=True)]
+    share = proportion(LOOKUP, marks, at, units=units)
+    assert share.low is not None
+    assert share.high is not None
+    error = None if share.standard_error is None else share.standard_error * count / (count - 1)
+    row = replace(share, unit="beyond 1/N", value=beyond(share.value), standard_error=error)
+    return [*map(beyond, marks)], replace(row, low=beyond(share.low), high=beyond(share.high))
 
 
 def _choices(options: Options, begin: str) -> list[str]:
@@ -176,6 +265,14 @@ def _choices(options: Options, begin: str) -> list[str]:
             else [f"Each prompt begins with {begin!r}, whatever the tokenizer itself does."]
         ),
         "Lengths include the question and room for the answer.",
+        *(
+            [
+                "An absent city is one of the same kind that no needle of the context names; any answer that "
+                f"{'has' if options.prompt == 'chat' else 'begins with'} a digit is a number."
+            ]
+            if options.absent
+            else []
+        ),
         *([] if options.prompt == "chat" else [nll]),
     ]
 
