@@ -161,6 +161,7 @@ def test_the_command(tmp_path, capsys, fails):
     assert (found["is_causal"], found["positions"]) == (True, 8)
     ways = [(dtype, how) for dtype in ("fp32", "bf16") for how in ("in one pass", "with a cache", "packed")]
     assert [(check["dtype"], check["how"]) for check in found["checks"]] == ways
+    assert [check["positions"] for check in found["checks"]] == [8] * 3 + [2] * 3  # below fp32, 1 and the last
     for words, message in (
         (["--length", "1"], "--length 1: give at least 2"),
         (["--length", "513"], "--length 513: the model has 512 positions"),

@@ -121,6 +121,11 @@ def check_causality(
     return Causality(_largest(changed), _largest(alone), tolerance, len(tried))
 
 
+def positions_beside_tiles(length: int) -> list[int]:
+    """List the positions of a sequence beside the borders of tiles of 16 tokens, and the last one."""
+    return [t for t in range(1, length) if t % TILE in (0, 1, TILE - 1) or t == length - 1]
+
+
 def _check_inputs(inputs: Tensor, vocabulary: int | None) -> int:
     """Return the number of positions."""
     if inputs.ndim < 2 or inputs.shape[1] < 2 or not inputs.numel():
@@ -141,7 +146,7 @@ def _size(inputs: Tensor, vocabulary: int | None) -> int:
 
 
 def _positions(length: int) -> list[int]:
-    return [t for t in range(1, length) if t <= EVERY_POSITION or t % TILE in (0, 1, TILE - 1) or t == length - 1]
+    return sorted({*range(1, min(EVERY_POSITION + 1, length)), *positions_beside_tiles(length)})
 
 
 def _outputs(model: Callable[[Tensor], Any], inputs: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ def run(
     Args:
         model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
             without remote code, .gguf file, or owner/name on the Hugging Face hub.
-        length: Number of tokens, at least 2; 513 by default, or the model's positions. Up to 512 all tokens are changed,
-            beyond only those next to every 16th.
+        length: Number of tokens, at least 2; 513 by default, or the model's positions. In fp32 and in a dtype that is given,
+            all tokens up to the 512th are changed; otherwise only those next to every 16th.
         dtype: Dtype to compute in; by default fp32 and bf16, on cuda also fp16.
         backend: Attention backend of a DIFF model or a DiffLlama; by default every backend that auto may take.
         seed: Seed of the tokens.
@@ -54,6 +54,7 @@ def run(
     import torch
 
     from difftransformer.attention import check_causality
+    from difftransformer.attention.causality import positions_beside_tiles
     from difftransformer.hub.opening import open_model
     from difftransformer.ops import use_backend
 
@@ -73,10 +74,11 @@ def run(
     with nullcontext() if json else evaluation_progress(f"checking {model}"):
         for index, (word, name) in enumerate(tries):
             network, ways = network.to(dtypes[word]), _ways(network)
+            positions = None if word == next(iter(dtypes)) else positions_beside_tiles(tokens.shape[1])
             for number, (how, compute) in enumerate(ways.items()):
                 try:
                     with use_backend(name), progress.part(index * len(ways) + number, len(tries) * len(ways)):
-                        result = check_causality(compute, tokens, vocabulary=vocabulary, seed=seed)
+                        result = check_causality(compute, tokens, vocabulary=vocabulary, positions=positions, seed=seed)
                 except BackendUnavailable as error:
                     if backend is not None:
                         raise
@@ -89,13 +91,16 @@ def run(
                     worst, where = result, f"{how}, in {word}" + ("" if name == "auto" else f", backend {name}")
     if worst is None:
         raise ConfigError(f"{model}: no backend takes it on {device}")
+    changed = checks[0]["positions"]
     if json:
-        show(dumps({"is_causal": worst.is_causal, "positions": worst.positions, "checks": checks}, indent=2))
+        show(dumps({"is_causal": worst.is_causal, "positions": changed, "checks": checks}, indent=2))
     else:
         tried = list(dict.fromkeys((check["dtype"], check["backend"]) for check in checks))
         hows = ", ".join(dict.fromkeys(str(check["how"]) for check in checks))
         named = ", ".join(word if name == "auto" else f"{name} in {word}" for word, name in tried)
-        show(f"{worst.positions} of {tokens.shape[1] - 1} positions changed, {hows}; {named}.")
+        fewest = checks[-1]["positions"]
+        fewer = "" if fewest == changed else f" ({fewest} below fp32)"
+        show(f"{changed} of {tokens.shape[1] - 1} positions changed{fewer}, {hows}; {named}.")
         for what, change in (("were replaced", worst.changed), ("were left out", worst.alone)):
             at = f" (token {change.output}, when tokens from {change.position} on {what})" if change.size else ""
             show(f"When later tokens {what}, logits changed by at most {change.size:.1e}{at}.")
