@@ -14,7 +14,7 @@ from difftransformer.families import accelerate, family_config
 # torch.compile hides this warning of its own, unless warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 
-LAYERS = 12  # more than the graphs that torch.compile keeps for one function
+LAYERS = 9  # more than the graphs that torch.compile keeps for one function
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -33,6 +33,7 @@ OTHERS = {
     "a norm of the twin": {"attention_type": "softmax", "softmax_head_norm": "gain"},
 }
 FAMILIES = ("cohere", "gemma3_text", "mistral", "olmo2", "phi3", "qwen3")
+QUICK = ("gemma3_text", "phi3")
 
 
 def ids(length=16):
@@ -44,7 +45,7 @@ def model_of(**options):
     return DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES | options))
 
 
-def compiled(model, backend="aot_eager"):
+def compiled(model, backend="eager"):
     """A copy whose layers are compiled singly, and the counter of its graphs."""
     torch.compiler.reset()
     counter, one = CompileCounterWithBackend(backend), copy.deepcopy(model)
@@ -61,7 +62,7 @@ def trained(model, length=16, call=None):
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-def assert_one_graph(model, backend="aot_eager", **tolerance):
+def assert_one_graph(model, backend, **tolerance):
     one, counter = compiled(model, backend)
     torch.testing.assert_close(trained(one), trained(model), **{"rtol": 0, "atol": 0} | tolerance)
     assert counter.frame_count == 1
@@ -69,7 +70,13 @@ def assert_one_graph(model, backend="aot_eager", **tolerance):
 
 @pytest.mark.parametrize("options", [*({"attention_type": name} for name in VARIANTS), *OTHERS.values()], ids=str)
 def test_layers_share_one_graph(options):
-    assert_one_graph(model_of(**options))
+    assert_one_graph(model_of(**options), "eager")
+
+
+@pytest.mark.parametrize("attention_type", ["diff", "diff_v2"])
+def test_gradients_are_traced_too(attention_type):
+    """With and without the norm, which is an operator of its own."""
+    assert_one_graph(model_of(attention_type=attention_type), "aot_eager")
 
 
 @pytest.mark.slow
@@ -78,17 +85,19 @@ def test_code_that_is_generated():
     assert_one_graph(model_of(attention_type="diff"), "inductor", rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in FAMILIES]
+)
 def test_layers_of_families_share_one_graph(family):
     torch.manual_seed(3)
     kinds = {"layer_types": ["full_attention"] * LAYERS} if family == "gemma3_text" else {}
     config = family_config(family)(**SIZES | kinds, attention_type="diff")
-    assert_one_graph(AutoModelForCausalLM.from_config(config))
+    assert_one_graph(AutoModelForCausalLM.from_config(config), "eager")
 
 
 def test_accelerated_layers_share_one_graph():
     torch.manual_seed(3)
-    assert_one_graph(accelerate(AutoModelForCausalLM.from_config(DiffLlamaConfig(**SIZES))))
+    assert_one_graph(accelerate(AutoModelForCausalLM.from_config(DiffLlamaConfig(**SIZES))), "eager")
 
 
 def test_layers_of_an_encoder_share_one_graph():
@@ -113,7 +122,9 @@ def test_with_a_cache_there_are_two(attention_type):
     torch.testing.assert_close(last, model(ids()).logits[:, -1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention_type", ["softmax", "diff", "diff_v2", "grouped_diff_v2", "dex"])
+@pytest.mark.parametrize(
+    "attention_type", ["diff", *(pytest.param(name, marks=pytest.mark.slow) for name in ("diff_v2", "dex"))]
+)
 def test_a_whole_model_with_free_lengths(attention_type):
     torch.compiler.reset()
     model, counter = (
