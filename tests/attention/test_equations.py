@@ -209,14 +209,3 @@ def test_exclusive_heads_have_no_part_along_their_own_value(name):
 def test_maps_added_by_another_form_of_lambda_are_refused():
     with pytest.raises(ConfigError, match="lambda_form='layer': attention_type='diff_v2_added' adds by token"):
         VARIANTS["diff_v2_added"](WIDTH, 4, head_dim=D, options=DifferentialOptions(lambda_form="layer"))
-
-
-@pytest.mark.parametrize("name", ["xsa", "gate", "diff_xsa"])
-def test_gradcheck(name):
-    layer = layer_of(VARIANTS[name], (2, 2, 1))
-    hidden, weights = states(1, 4, WIDTH).requires_grad_(), dict(layer.named_parameters())
-
-    def function(hidden, *values):
-        return torch.func.functional_call(layer, dict(zip(weights, values, strict=True)), (hidden,))[0]
-
-    assert torch.autograd.gradcheck(function, (hidden, *weights.values()), fast_mode=True)

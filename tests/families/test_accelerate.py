@@ -328,25 +328,15 @@ class TestInPlace:
         assert_close(base(ids).last_hidden_state, expected[1])
         assert type(base.layers[2].self_attn) is acceleration.AcceleratedDiffLlamaAttention
 
-    @pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
-    def test_compiled_whole(self, gradients):
+    @torch.no_grad()
+    def test_compiled_whole(self):
         model, fast = pair(layers=1)
         torch._dynamo.reset()
-        compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
-        ids = tokens(2, 13)
+        compiled, ids = torch.compile(fast, fullgraph=True, backend="aot_eager"), tokens(2, 13)
         mask = torch.ones_like(ids)
         mask[1, :4] = 0
-        with torch.set_grad_enabled(gradients):
-            for given in ({"attention_mask": mask},) if gradients else ({}, {"attention_mask": mask}):
-                kept = given.get("attention_mask", torch.ones_like(ids)).bool()
-                expected = model(ids, use_cache=False, **given).logits[kept]
-                found = compiled(ids, use_cache=False, **given).logits[kept]
-                assert_close(found, expected)
-        if gradients:
-            for logits in (expected, found):
-                logits.square().mean().backward()
-            name = "model.layers.0.self_attn.lambda_q1"
-            assert_close(fast.get_parameter(name).grad, model.get_parameter(name).grad, 5e-5)
+        expected, found = (m(ids, use_cache=False, attention_mask=mask).logits[mask.bool()] for m in (model, compiled))
+        assert_close(found, expected)
 
     @torch.no_grad()
     def test_compiled_decoding(self):

@@ -23,7 +23,6 @@ try:
 except (ValueError, KeyError):  # transformers alone does not know the model
     import difftransformer
 """,
-    "pipeline between": "import difftransformer\nfrom transformers import AutoModelForCausalLM, pipeline",
 }
 NAMES = """
 from transformers import AutoConfig, AutoModel

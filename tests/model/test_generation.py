@@ -31,6 +31,12 @@ FIELDS["own value"] = {"num_differential_heads": 4, "num_differential_key_value_
 # One of each attention type, and the layer that copies keys for its heads.
 MODELS = [*(name for name in FIELDS if name.endswith("2 groups")), "grouped_diff, 4 groups"]
 models = pytest.mark.parametrize("name", MODELS)
+# Caches differ: one key, two, one that both maps share, keys that are copied for heads, values of which a token's own is read.
+KEPT = ("softmax, 2 groups", "diff, 2 groups", "diff_v2, 2 groups", "grouped_diff, 4 groups", "xsa, 2 groups")
+kept_models = pytest.mark.parametrize("name", KEPT)
+with_windows = pytest.mark.parametrize(
+    ("name", "window"), [*((name, None) for name in KEPT), *((name, 4) for name in KEPT[1::2])]
+)
 TOLERANCE = 1e-5
 NEW = 8
 
@@ -68,7 +74,12 @@ def greedy_alone(name, window=None):
 
 class TestGreedy:
     @pytest.mark.parametrize(
-        ("name", "window"), [*((name, None) for name in FIELDS), *((name, 4) for name in MODELS), ("diff, 2 groups", 1)]
+        ("name", "window"),
+        [
+            *((name, None) for name in (*MODELS, "diff, 4 groups", "softmax, 4 groups", "own value")),
+            *((name, 4) for name in (*KEPT, "grouped_diff_v2, 2 groups")),
+            ("diff, 2 groups", 1),
+        ],
     )
     def test_padded_batches(self, name, window):
         """The longest prompt is longer than the window, the shortest shorter, and what follows is longer than both."""
@@ -102,15 +113,14 @@ class TestGreedy:
         for way in WAYS.values():
             assert torch.equal(greedy(model, ids, 4, attention_mask=mask, **way), expected)
 
-    @models
-    @pytest.mark.parametrize("window", [None, 4])
+    @with_windows
     def test_chunked_prefill(self, name, window):
         model, (ids, mask) = tiny(**FIELDS[name], sliding_window=window), padded()
         for way in ("dynamic", "static"):
             out = greedy(model, ids, NEW, attention_mask=mask, prefill_chunk_size=4, **WAYS[way])
             assert torch.equal(out, greedy_alone(name, window)), way
 
-    @models
+    @kept_models
     def test_a_dialogue_goes_on_from_its_cache(self, name):
         """The second call gets the first one's cache and the longer row."""
         model, ids = tiny(**FIELDS[name]), tokens(1, 6)
@@ -123,8 +133,7 @@ class TestGreedy:
 
 
 class TestSearch:
-    @models
-    @pytest.mark.parametrize("window", [None, 4])
+    @with_windows
     def test_beams(self, name, window):
         model, (ids, mask) = tiny(**FIELDS[name], sliding_window=window), padded()
 
@@ -140,7 +149,7 @@ class TestSearch:
         for way in WAYS.values():
             assert torch.equal(beams(ids, mask, **way), torch.cat(alone))
 
-    @models
+    @kept_models
     def test_sampling_does_not_depend_on_the_cache(self, name):
         model, (ids, mask), draws = tiny(**FIELDS[name]), padded(), []
         for way in WAYS.values():
@@ -150,8 +159,7 @@ class TestSearch:
         assert all(torch.equal(draw, draws[0]) for draw in draws)
         assert not torch.equal(draws[0], greedy_alone(name))
 
-    @models
-    @pytest.mark.parametrize("window", [None, 4])
+    @with_windows
     def test_assisted(self, name, window):
         """By a small model of its own kind, or by n-grams of the prompt; refused tokens are taken out of the cache again."""
         model, ids = tiny(**FIELDS[name], sliding_window=window), tokens(1, 4).repeat(1, 3)
@@ -161,7 +169,7 @@ class TestSearch:
         for how in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
             assert torch.equal(greedy(model, ids, attention_mask=mask, **how), expected), how
 
-    @models
+    @kept_models
     def test_assisted_by_its_own_first_layer(self, name):
         """Drafts leave out the last layer: it runs less often than the first, and tokens are the same."""
         model, ids = tiny(**FIELDS[name]), tokens(1, 4).repeat(1, 3)

@@ -567,17 +567,6 @@ class TestTraining:
         assert "`past_key_values=None`" in said[1][0]
         assert torch.equal(*made)
 
-    def test_it_learns_a_batch_by_heart(self):
-        model = DiffTransformerForCausalLM(tiny_config()).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        ids = tokens(4, 12)
-        for _ in range(60):
-            loss = model(ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert loss.item() < 0.2  # from log(61) = 4.1
-
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("kind", TYPES)
     def test_low_precision_is_near_fp32(self, kind, dtype):
@@ -599,7 +588,7 @@ class TestTraining:
 
 
 @pytest.mark.parametrize(
-    "kind", ["diff", "softmax", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("diff_v2", "grouped_diff"))]
+    "kind", ["diff", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("softmax", "diff_v2", "grouped_diff"))]
 )
 @torch.no_grad()
 def test_compiled_without_a_graph_break(kind):

@@ -71,18 +71,6 @@ def test_caches_padding_and_packed_documents(kind):
         assert close(model(ids).logits, whole)
 
 
-def test_gradients_compiled_without_a_graph_break():
-    model, ids = model_of("diff", num_hidden_layers=1).train(), tokens(2, 9)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    grads = []
-    for run in (model, compiled):
-        run(ids, labels=ids, use_cache=False).loss.backward()
-        grads.append([parameter.grad.clone() for parameter in model.parameters()])
-        model.zero_grad()
-    assert all(close(a, b) for a, b in zip(*grads, strict=True))
-
-
 @pytest.mark.parametrize("kind", VARIANTS)
 @torch.no_grad()
 def test_probes_see_the_maps_of_normed_queries_and_keys(kind):
