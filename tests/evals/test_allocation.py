@@ -1,13 +1,16 @@
 """Attention allocation: attention on the answer gives 1, uniform attention gives lengths, signed weights by hand."""
 
+import copy
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
-from difftransformer_lab.evals import TaskContext, run_task
+from difftransformer_lab.evals import CausalLanguageModel, TaskContext, run_task
 from difftransformer_lab.evals.probes.maps import row_sums
 from difftransformer_lab.evals.tasks.allocation import SEGMENTS, AllocationTask, Options, segment_shares
 from tests.support.fakes import TensorModel
@@ -123,6 +126,49 @@ def test_a_model_that_looks_everywhere_alike(toy_shards, uniform, paired):
             first = OPTIONS.depths.index(row.at["depth"]) * 3
             part = [document[SEGMENTS.index(row.at["segment"])] for document in lengths[first : first + 3]]
             assert row.value == pytest.approx(sum(part) / 3 / 155, abs=1e-6)
+
+
+@pytest.mark.parametrize("attention_type", ["diff", "diff_v2", "softmax"])
+def test_weights_near_zero_and_negative_are_those_of_float64_maps(toy_shards, attention_type):
+    torch.manual_seed(1)
+    sizes = {"vocab_size": toy_shards.tokenizer.vocab_size, "hidden_size": 32, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 200}
+    network = DiffTransformerForCausalLM(DiffTransformerConfig(attention_type=attention_type, **sizes)).eval()
+    for layer in network.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(10)  # so that weights differ as those of a trained model
+    task = drawn(toy_shards, replace(OPTIONS, depths=[0.0, 1.0]))
+    rows = run_task(CausalLanguageModel(network, toy_shards.tokenizer), task).measurements
+    found = {(row.name, row.at.get("layer")): row for row in rows if "weights" in row.name}
+    exact = copy.deepcopy(network).double()
+    exact.set_attn_implementation("eager")
+    layers = [[], [], []]
+    for request in task.requests:
+        with torch.no_grad():
+            maps = exact(torch.tensor([request.prompt]), output_attentions=True).attentions
+        for layer, own in zip(layers, maps, strict=True):
+            layer.append(own[0, :, -1].numpy())
+    by_layer = np.array(layers)  # (layers, documents, heads, tokens)
+    expected = {"|weights| below 0.001": np.abs(by_layer) < 1e-3, "negative weights": by_layer < 0}
+    for name, counted in expected.items():
+        assert found[name, None].value == pytest.approx(counted.mean(), abs=1e-9)
+        assert (found[name, None].n, found[name, None].units, found[name, None].better) == (6, 3, None)
+        for layer in range(3):
+            assert found[name, layer].value == pytest.approx(counted[layer].mean(), abs=1e-9)
+            assert found[name, layer].detail
+    assert 0.01 < found["|weights| below 0.001", None].value < 0.99
+    negative = found["negative weights", None].value
+    assert negative == 0 if attention_type == "softmax" else 0.01 < negative < 0.99
+
+
+def test_near_zero_and_negative_weights_by_hand():
+    """Two layers; the first has one head, of whose six weights two are near zero and two negative, the second two heads."""
+    weights = torch.tensor([[0.5, -0.25, 0.0009, 0.001, -0.0009, 0.7], [0.0, 0.0, 0.2, 0.2, 0.2, 0.4], [-1.0] * 6])
+    sums = row_sums([weights[:1], weights[1:]], (0, 1, 2, 4, 5, 6))
+    task = object.__new__(AllocationTask)
+    task.options, task._places = Options(length=160, depths=[0.5], documents=1), [(0.5, 0)]
+    rows = {(row.name, row.at.get("layer")): row.value for row in task.score([sums]).measurements}
+    assert [rows["|weights| below 0.001", layer] for layer in (None, 0, 1)] == pytest.approx([4 / 18, 2 / 6, 2 / 12])
+    assert [rows["negative weights", layer] for layer in (None, 0, 1)] == pytest.approx([8 / 18, 2 / 6, 6 / 12])
 
 
 def test_heads_of_signed_weights():

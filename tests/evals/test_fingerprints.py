@@ -22,7 +22,7 @@ ASKED = [
     (Loss((1, 2)), '["loss",[1,2],1]'), (Continuation((1, 2), 3, (0,), (4,)), '["continuation",[1,2],3,[0],[4]]'),
     (ScoredContinuation((1, 2), 3, (0,), (4,), (5, 6)), '["scored continuation",[1,2],3,[0],[4],[5,6]]'),
     (Choice((1,), ((2,), (3, 4))), '["choice",[1],[[2],[3,4]]]'),
-    (LastRow((1, 2, 3), (0, 1, 3)), '["last row",[1,2,3],[0,1,3]]'),
+    (LastRow((1, 2, 3), (0, 1, 3)), '["last row, counted",[1,2,3],[0,1,3]]'),
     (Maps((1, 2), (0,), (1, 3)), '["maps",[1,2],[0],[1,3]]'),
     (Magnitudes(((1, 2), (3,)), 5), '["magnitudes",[[1,2],[3]],5]'),
     (Quantized(Loss((1, 2)), 8, "row", "int8"), '["quantized",["loss",[1,2],1],8,"row","int8","none"]'),

@@ -25,7 +25,7 @@ def test_the_error_of_allocation_is_over_documents(paired, toy_shards):
     rows = []
     for share in shares * 3:  # three documents at each of three depths
         sums = [(share if segment == "answer" else (1 - share) / 4) for segment in SEGMENTS]
-        rows.append([[[sums, sums, sums]]])
+        rows.append([[[sums, sums, sums, sums, sums]]])
     scores = task.score(rows)
     whole = {row.name: row for row in scores.measurements if not row.at}["signed attention on the answer"]
     assert whole.value == pytest.approx(0.3)

@@ -16,6 +16,10 @@ from ..requests import Answers, Asked, Prompted
 FORMS: tuple[Form, ...] = ("signed", "absolute", "positive")
 """Three ways to count an attention weight w of either sign: w, |w| and max(w, 0)."""
 
+NEAR_ZERO = 1e-3
+COUNTED = (f"|weights| below {NEAR_ZERO}", "negative weights")
+"""What is counted beside these sums, each as a share of all weights of the row."""
+
 BINS = 1 << 15
 """One bin for each nonnegative bf16 number: its 15 bits are the index of the bin."""
 
@@ -24,7 +28,7 @@ BINS = 1 << 15
 class LastRow(Prompted):
     """Asks where the prompt's last token looks. The answer: `maps.row_sums` of its attention weights."""
 
-    asks = ("last row", "prompt", "edges")
+    asks = ("last row, counted", "prompt", "edges")
     edges: tuple[int, ...]
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from difftransformer.errors import EvaluationError
 
+from . import NEAR_ZERO
 from .hooks import combined, observing_maps, written_out
 
-_NEAR_ZERO = 0.1
+_TENTH = 0.1
 _HEADS_DRAWN = 4
 
 
@@ -37,7 +38,7 @@ def head_maps(model: Any, ids: Tensor, layers: Sequence[int] = (), heads: Sequen
     def observe(layer: int, first: Tensor, second: Tensor | None, lam: Tensor | None, allowed: Tensor | None) -> None:
         weights = combined(first, second, lam)
         seen = torch.ones_like(first, dtype=torch.bool) if allowed is None else allowed.expand_as(first)
-        tenth = _NEAR_ZERO / seen.sum(-1, keepdim=True)
+        tenth = _TENTH / seen.sum(-1, keepdim=True)
         for name, values in (("near_zero", weights), ("near_zero_first", first)):
             near = (values.abs() < tenth) & seen
             figures[name].append((near.sum((0, 2, 3)) / seen.sum((0, 2, 3))).tolist())
@@ -97,18 +98,21 @@ def last_row_weights(model: Any, ids: Tensor, *, whole: bool = False) -> list[Te
 
 
 def row_sums(layers: Sequence[Tensor], edges: Sequence[int]) -> list[list[list[list[float]]]]:
-    """Sum w, |w| and max(w, 0) over each segment (`probes.FORMS`).
+    """Sum w, |w| and max(w, 0) over each segment (`probes.FORMS`), and the shares of weights near zero and of negative ones.
+
+    Those shares are of all weights of the row (`probes.COUNTED`).
 
     Args:
         layers: (H, T) weights of one query in each layer; H may differ between layers.
         edges: Bounds of the segments: segment i is edges[i] <= position < edges[i + 1].
 
     Returns:
-        [layer][head][form][segment].
+        [layer][head][form or share][segment].
     """
     sums = []
     for weights in layers:
         wide = weights.double()
-        forms = torch.stack((wide, wide.abs(), wide.clamp(min=0)), 1)
+        counted = (mask.double() / wide.shape[-1] for mask in (wide.abs() < NEAR_ZERO, wide < 0))
+        forms = torch.stack((wide, wide.abs(), wide.clamp(min=0), *counted), 1)
         sums.append(torch.stack([forms[..., a:b].sum(-1) for a, b in pairwise(edges)], -1).tolist())
     return sums

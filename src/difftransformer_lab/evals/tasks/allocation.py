@@ -11,6 +11,10 @@ weights of all heads and layers of the last prompt token are added up by segment
     positive    sum of max(w, 0) / sum of all max(w, 0)
 
 For softmax attention the three agree.
+
+Beside them stand the shares of these weights, of all heads and all tokens of the prompt, that are near zero, |w| < 0.001, and
+that are negative, over all layers and by layer. Softmax attention has no negative ones. A share near zero depends on the length
+of the prompt: n weights of softmax attention are 1/n on average.
 """
 
 from collections.abc import Sequence
@@ -27,9 +31,9 @@ from matplotlib.ticker import MaxNLocator
 from difftransformer.data import NeedleQuestion
 
 from ...plots import ACCURACY_COLOURS, COLOURS, ON_PALE, heat_map, labels, legend_above, matrix, panels, select
-from ...results import Form, Grid, Segment, TaskResult
+from ...results import Form, Grid, Measurement, Segment, TaskResult
 from ..engine import Scores
-from ..probes import FORMS, LastRow, ProbeTask
+from ..probes import COUNTED, FORMS, LastRow, ProbeTask
 from ..prompts.haystack import Kind, NeedleOptions, draw_documents
 from ..prompts.texts import HAYSTACK_TOKENS, TaskContext, token_stream
 from ..registry import TaskKind, at_least, register
@@ -42,13 +46,13 @@ def segment_shares(sums: Any) -> dict[Form, list[float]]:
     """Shares of one document by form and segment, over all heads and layers.
 
     Args:
-        sums: `segments.row_sums` of the last prompt token: [layer][head][form][segment].
+        sums: `probes.maps.row_sums` of the last prompt token: [layer][head][form or share][segment].
 
     Returns:
         For each form, the shares in the order of SEGMENTS; they sum to 1.
     """
     columns = np.array([head for layer in sums for head in layer]).sum(0)
-    return {form: (row / row.sum()).tolist() for form, row in zip(FORMS, columns, strict=True)}
+    return {form: (row / row.sum()).tolist() for form, row in zip(FORMS, columns, strict=False)}
 
 
 def edges_of(question: NeedleQuestion) -> tuple[int, ...]:
@@ -69,6 +73,8 @@ _CHOICES = [
     "By layer and head, at the depth nearest to the middle: signed weights as they are summed (a differential head's total "
     "is 1 - lambda), absolute and positive ones over the head's own total.",
     "The paper states neither the number of needles nor the length.",
+    "Weights near zero, |w| < 0.001, and negative ones are counted over all heads and all tokens of the prompt, those "
+    "outside of a sliding window too, whose weight is 0.",
 ]
 
 
@@ -105,7 +111,10 @@ class AllocationTask(ProbeTask):
                 self.requests.append(LastRow(tuple(question.prompts[0]), edges_of(question)))
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Shares by depth, form and segment; on the answer over all depths; by layer and head at the middle depth."""
+        """Shares by depth, form and segment; on the answer over all depths; by layer and head at the middle depth.
+
+        With the shares of weights near zero and of negative ones, over all depths.
+        """
         shares = [segment_shares(sums) for sums in answers]
         depths = [depth for depth, _ in self._places]
         documents = [
@@ -116,6 +125,7 @@ class AllocationTask(ProbeTask):
             mean(f"{form} attention on the answer", "share", values, {}, units=documents, better="higher")
             for form, values in on_answer.items()
         ]
+        measurements += _counted(answers, documents)
         for depth, form, (index, segment) in product(self.options.depths, FORMS, enumerate(SEGMENTS)):
             values = [share[form][index] for share, place in zip(shares, depths, strict=True) if place == depth]
             at = {"depth": depth, "form": form, "segment": segment}
@@ -135,6 +145,22 @@ def _choices(options: Options) -> list[str]:
         if options.paired
         else "Every depth draws its own documents: depths are independent.",
     ]
+
+
+def _counted(answers: Sequence[Any], documents: Sequence[str]) -> list[Measurement]:
+    """Return the shares of weights that are near zero and that are negative, over all heads, and as details by layer."""
+    whole: list[Measurement] = []
+    by_layer: list[Measurement] = []
+    for place, name in enumerate(COUNTED, len(FORMS)):
+        # [layer] -> (documents, heads)
+        layers = [
+            np.array([[sum(head[place]) for head in one[layer]] for one in answers]) for layer in range(len(answers[0]))
+        ]
+        rows = [(np.concatenate(layers, 1), {}), *((heads, {"layer": layer}) for layer, heads in enumerate(layers))]
+        shares = [mean(name, "share", heads.mean(1).tolist(), at, units=documents) for heads, at in rows]
+        whole.append(shares[0])
+        by_layer += shares[1:]
+    return whole + details(by_layer)
 
 
 def _by_head(answers: Sequence[Any], depth: float) -> list[Grid]:

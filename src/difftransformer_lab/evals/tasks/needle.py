@@ -96,6 +96,8 @@ class Trial(NamedTuple):
 class NeedleTask(Task):
     """The grid's documents, and the share of exact answers and the loss of the right ones in each cell."""
 
+    rules = 2
+
     def __init__(self, options: Options, context: TaskContext) -> None:
         self.options, self.tokenizer, self.data_name = options, context.tokenizer, options.text
         self.choices = _choices(options, context.tokenizer.begin_of_text_token)
