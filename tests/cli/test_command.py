@@ -106,7 +106,7 @@ def test_unknown_command(fails):
     (["bench", "models", "--threads", "0"], "--threads 0: give at least 1"), (["bench", "everything"], "everything"),
     (["generate", "m", "--prompt", "hello"], "no option '--prompt': PROMPT stands without a flag"),
     (["eval", "icl", "m", "--shot", "6"], "no option '--shot'; did you mean --shots?"),
-    (["convert", "m", "out", "--to", "diff"], "for that run difftransformer upcycle m out --to diff"),
+    (["convert", "m", "--to", "diff"], "for that run difftransformer upcycle MODEL TARGET --to diff"),
     (["info", "4b"], "'4b' is neither a preset (tiny, small,"),
 ])  # fmt: skip
 def test_wrong_words(fails, words, message):

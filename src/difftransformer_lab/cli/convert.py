@@ -1,6 +1,5 @@
 """difftransformer convert."""
 
-import shlex
 from pathlib import Path
 
 from difftransformer.errors import ConfigError
@@ -20,16 +19,12 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
         from_: Layout to read. Defaults to the one that config.json names.
         untie: Write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.
     """
-    from difftransformer.attention import variants
     from difftransformer.families import convert_folder
     from difftransformer.families.conversion import FOLDER_LAYOUTS
     from difftransformer.train import checkpoints, latest_checkpoint
 
     if to is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(FOLDER_LAYOUTS)}")
-    if to in variants():
-        words = shlex.join(["difftransformer", "upcycle", source, target, "--to", to])
-        raise ConfigError(f"--to {to} is an attention type, not a layout; for that run {words}")
     check_model(source)
     folder = latest_checkpoint(Path(source)) if checkpoints(Path(source)) or source in shipped_models() else source
     done = convert_folder(folder, target, to=to, source_layout=from_, untie=untie)

@@ -22,6 +22,12 @@ def check_guesses(verb: str, words: Sequence[str]) -> None:
     if verb == "compare" and len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
         models = " ".join(words[:2])
         raise ConfigError(f"it trains the models of one recipe; eval quick {models} compares trained ones")
+    if verb == "convert" and "--to" in words[:-1]:
+        from difftransformer.attention import variants
+
+        if (to := words[words.index("--to") + 1]) in variants():
+            run = f"difftransformer upcycle MODEL TARGET --to {to}"
+            raise ConfigError(f"--to {to} is an attention type, not a layout; for that run {run}")
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
         if reply := REPLIES.get(f"{verb} {flag}"):
