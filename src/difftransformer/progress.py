@@ -33,7 +33,7 @@ def shown_by(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def titled(title: str) -> Iterator[None]:
-    """Put a title before those of the block's reports."""
+    """Put a title before the titles of reports made in the block."""
     outer = _listener.get() or _unheard
     with shown_by(lambda done, total, inner: outer(done, total, f"{title}, {inner}" if inner else title)):
         yield
@@ -41,7 +41,7 @@ def titled(title: str) -> Iterator[None]:
 
 @contextmanager
 def part(index: int, count: int) -> Iterator[None]:
-    """Let the block's reports be those of one of `count` equal parts of the work, counted from 0."""
+    """Count the reports made in the block as one of `count` equal parts of the work, numbered from 0."""
     outer = _listener.get() or _unheard
     with shown_by(lambda done, total, title: outer(index * total + done, count * total, title)):
         yield

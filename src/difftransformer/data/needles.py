@@ -303,7 +303,7 @@ def needle_questions(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Draw held-out questions as they are asked during training, one for each needle of each document.
 
-    Documents have `max_needles` needles, or as many as fit, at random places. Cities are those of training, numbers are not.
+    Documents have `max_needles` needles, or as many as fit, at random places. Cities occur in training, numbers don't.
 
     Args:
         tokenizer, filler_tokens: See `evaluation_document`.

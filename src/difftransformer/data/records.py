@@ -161,7 +161,7 @@ def set_rows(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[str, An
 def _set_faults(name: str, task: str, advice: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # datasets raises its own errors, those of the hub's client and those of the network
+    except Exception as error:  # datasets raises its own errors, its hub client's and the network's
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(f"{name}: datasets cannot {task} ({reason}); {advice}") from None
 

@@ -193,7 +193,7 @@ def refuse_fields(layer: Differential, reason: str, possible: Mapping[str, objec
 
 
 def refuse_other_than_full_width(layer: Differential, target: str) -> None:
-    """Raise a ConfigError if a layer's heads do not fill its width, as those of a module with a fixed head_dim do."""
+    """Raise a ConfigError if a layer's heads do not fill its width, as happens with a fixed head_dim."""
     heads, head_dim = layer.layout.num_heads, layer.layout.head_dim
     if 2 * heads * head_dim != layer.embed_dim:
         raise ConfigError(

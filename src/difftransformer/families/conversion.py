@@ -69,7 +69,7 @@ class Conversion:
         ties: Tensors that the source may leave out, each with the tensor it equals.
         makes: For every tensor of the result, the function that makes it from the source's tensors.
         notes: Sentences about what the result cannot hold.
-        unread: Patterns of tensors that the source may hold and its model does not read, such as those of a draft head.
+        unread: Patterns of tensors that the source may hold and its model does not read, such as a draft head's.
     """
 
     config: dict[str, Any]
@@ -172,7 +172,7 @@ def check_tensors(
 
     Args:
         shapes: Shapes by name.
-        expected: Shapes by name, those of `optional` included.
+        expected: Shapes by name, with those in `optional`.
         optional: Names that may be absent.
         source: The file or folder, for messages.
         by: What determines the expected tensors, for messages.

@@ -158,7 +158,7 @@ def make_differential(layer: Any, differential: Attention) -> None:
         delattr(differential, name)
     if hasattr(
         layer, "q_proj"
-    ):  # by whose weight `local_part` sees that processes share the heads; not a module of its own
+    ):  # `local_part` sees by its weight that processes share the heads; not a module of its own
         vars(differential)["q_proj"] = layer.q_proj
     differential.__class__ = _combined(AroundForward, type(differential), type(differential).__name__)
     layer.differential = differential
@@ -172,7 +172,7 @@ def _combined(addition: type[nn.Module], base: Any, name: str) -> Any:
 
 
 def _reduced(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """Pickle a module by the classes of which its own is made: a process that opens it may not have made that one yet."""
+    """Pickle a module by the classes that its own class is made of: the process that opens it may not have that one yet."""
     kind, reduced = type(module), object.__reduce_ex__(module, max(protocol, 2))
     return _new, (*kind.__bases__, kind.__name__), *reduced[2:]
 
@@ -216,7 +216,7 @@ def attention(
         head_lam: The variant's lambda.
         head_gate: The variant's factors of the heads, (B, T, H E), or None.
         own_values: The cache that `value` comes from, or None where `value` holds the T positions alone.
-        **options: Other arguments that the families pass, and those of continuous batching, whose mask is additive. The mask
+        **options: Other arguments that the families or continuous batching pass. The latter's mask is additive. The mask
             holds the window already.
 
     Returns:
@@ -272,7 +272,7 @@ def mask(
 ) -> Tensor | None:
     """Return transformers' bool mask (B, 1, T, S), or None if it is only causal and the last query sees the last key.
 
-    The arguments are those of transformers' `sdpa_mask`. The offsets are the positions of the first query and key; the
+    The arguments are as in transformers' `sdpa_mask`. The offsets are the positions of the first query and key; the
     `attention_mask` is (B, past + T) with 0 for padding.
     """
     is_causal = (

@@ -55,7 +55,7 @@ def microsoft_attention_state(layer: Differential) -> dict[str, Tensor]:
         layer: A V1 or a V2 layer.
 
     Returns:
-        Tensors under Microsoft's names: those of V2 if lambda is projected, else those of V1.
+        Tensors under Microsoft's names: V2's if lambda is projected, else V1's.
 
     Raises:
         ConfigError: Neither module can express the layer; the message names the field, its value and the expected one.

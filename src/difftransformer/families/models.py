@@ -124,12 +124,12 @@ class DifferentialFields:
         return plan | {f"{ATTENTION_LAYERS}.{name}": how for name, how in parts.items()}
 
     def attention_fields(self) -> Any:
-        """Return what a variant reads of a configuration."""
+        """Return the part of a configuration that a variant reads."""
         return attention_fields(self, **{name: getattr(self, name) for name in config_options()})
 
 
 class _LayerConfigs(list[Any]):
-    """The configurations of a model's caches by layer, and those of its rotations by the name of a layer type."""
+    """The configurations of a model's caches by layer, and of its rotations by the name of a layer type."""
 
     def __init__(self, config: Any, own: Any) -> None:
         super().__init__(with_heads_of_cache(layer, config.head_layout()) for layer in own)

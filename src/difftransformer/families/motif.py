@@ -104,7 +104,7 @@ def motif_attention_state(layer: Differential) -> dict[str, Tensor]:
 
 
 def _grouped_sizes(state: Mapping[str, Tensor]) -> tuple[Sizes, int]:
-    """Return the sizes, whose heads are signal heads, and the number of noise heads."""
+    """Return the sizes (their heads are signal heads) and the number of noise heads."""
     head_dim = tensor_of(state, LAMBDA_VECTORS[0]).shape[-1]
     queries = quotient(state, "q_proj.weight", head_dim, "the head_dim")
     columns = tensor_of(state, "o_proj.weight").shape[-1]

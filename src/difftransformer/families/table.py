@@ -6,7 +6,7 @@ needs. `docs/upcycling.md` shows both tables.
 
 WINDOWS = "windows by layer"
 NORMS = "norms on queries and keys"
-STATES = "layers of Mamba-2 between those of attention"
+STATES = "layers of Mamba-2 between attention layers"
 EXPERTS = "mixture of experts (attention alone changes)"
 
 FAMILIES = {  # model_type -> what the model has beyond Llama's layout
@@ -27,7 +27,7 @@ FAMILIES = {  # model_type -> what the model has beyond Llama's layout
     "granitemoehybrid": f"{STATES}, {EXPERTS}",
     "helium": "biases, rotation of neighbours",
     "hunyuan_v1_dense": f"biases, {NORMS} after the rotation",
-    "lfm2": f"layers of convolution between those of attention, {NORMS}",
+    "lfm2": f"layers of convolution between attention layers, {NORMS}",
     "llama": "biases",
     "ministral": WINDOWS,
     "ministral3": "queries scaled by position, windows",

@@ -73,7 +73,7 @@ def upcycle_folder(
     Raises:
         ConfigError: the source's attention has a feature that differential attention does not have, an adapter lies beside
             its weights, or the target folder is in use.
-        CheckpointError: files are missing or damaged, or tensors are not those of the configuration.
+        CheckpointError: files are missing or damaged, or tensors don't fit the configuration.
         ShapeError: a tensor's shape contradicts config.json.
     """
     source, target = Path(source), Path(target)
@@ -100,7 +100,7 @@ def upcycle_folder(
 def from_family(
     config: PreTrainedConfig, *, to: str, head_norm: str | None = None, seed: int = 0, **options: Any
 ) -> Conversion:
-    """Describe the conversion of a language model of one of `FAMILIES`. The arguments are those of `from_llama`.
+    """Describe the conversion of a language model of one of `FAMILIES`. The arguments are as in `from_llama`.
 
     Raises:
         ConfigError: the target is unknown, or the source's attention has a feature that differential attention does not.

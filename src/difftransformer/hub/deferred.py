@@ -1,4 +1,4 @@
-"""Open a model of which each process reads its part of the weights, so that no process ever holds all of them."""
+"""Open a model in parts: each process reads its share of the weights, and none ever holds all of them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..typed import WeightsDtype
 
 
 def deferred(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> DeferredModel:
-    """Build a causal language model, of which each process is to read its part of the weights.
+    """Build a causal language model without weights; each process then reads its share.
 
     Args:
         config: Configuration of the model.

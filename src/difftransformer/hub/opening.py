@@ -53,7 +53,7 @@ def source_folder(model: Path | str) -> Iterator[Path]:
     """Provide a model as a folder with config.json and safetensors.
 
     Args:
-        model: Run folder, of which the newest checkpoint is taken; checkpoint or folder of a saved model; GGUF file, which
+        model: Run folder (its newest checkpoint); checkpoint or folder of a saved model; GGUF file, which
             is dequantized to fp32; owner/name on the Hugging Face hub, from where no code and no pickle is fetched; or the
             name of a shipped model.
 
@@ -121,7 +121,7 @@ def open_model(
     A DiffLlama is accelerated (see `accelerate`).
 
     Args:
-        model: Run folder, of which the newest checkpoint is opened; checkpoint or folder of any causal language model that
+        model: Run folder (its newest checkpoint); checkpoint or folder of any causal language model that
             transformers opens without remote code; .gguf file; or owner/name on the Hugging Face hub.
         dtype: Floating-point type of the weights. "auto" keeps the type that they were saved in.
         backend: Attention backend of a model of this package or of a DiffLlama.

@@ -23,7 +23,7 @@ class Backend(NamedTuple):
 
 
 def backend_names() -> tuple[str, ...]:
-    """Return the names that a configuration may have: those of the package, whose kernels are not here."""
+    """Return the names that a configuration may have: all of the package's, though their kernels are not here."""
     return "reference", "cpu", "triton", "chunked", "sdpa", "cudnn"
 
 

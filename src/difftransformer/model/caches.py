@@ -27,7 +27,7 @@ def dynamic_cache(config: DiffTransformerConfig) -> DynamicCache:
 def regroup(cache: Cache, layout: HeadLayout) -> None:
     """Give keys and values that were made with a configuration's heads the heads of its attention type, in place.
 
-    PEFT's prefix tuning makes `num_key_value_heads` heads of width `head_dim`, those of the same-size Transformer. If the
+    PEFT's prefix tuning makes `num_key_value_heads` heads of width `head_dim`, as the same-size Transformer has. If the
     attention type caches as many values, neighbouring heads become one.
 
     Args:
@@ -43,7 +43,7 @@ def regroup(cache: Cache, layout: HeadLayout) -> None:
             if states is None or states.dim() != 4 or states.shape[-1] == 0:
                 continue
             batch, heads, length, theirs = states.shape
-            if theirs == width and heads <= layout.cache_heads:  # fewer are those of a tensor-parallel process
+            if theirs == width and heads <= layout.cache_heads:  # a tensor-parallel process has fewer
                 continue
             if heads * theirs != layout.cache_heads * width:
                 raise ShapeError(
@@ -69,7 +69,7 @@ class LayerCache:
 
 
 def cache_of_layer(cache: Any, index: int) -> Any:
-    """Return what a layer passes its keys and values to: its own part of a plain cache of transformers, else the cache."""
+    """Return the object that takes a layer's keys and values: its part of a plain transformers cache, else the cache."""
     if cache is None or getattr(type(cache), "update", None) is not Cache.update or cache.offloading:
         return cache
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
@@ -98,7 +98,7 @@ class PagedRow:
         return Restrictions(attn_mask=attention_mask == 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write (1, G, T, width) keys and values of one layer to its pages, and return those of all requests."""
+        """Write (1, G, T, width) keys and values of one layer to its pages, and return the keys and values of all requests."""
         widths = key_states.shape[-1], value_states.shape[-1]
         states = (F.pad(part, (0, max(widths) - part.shape[-1])) for part in (key_states, value_states))
         key, value = self.cache.update(*states, layer_idx, dict(self.places))

@@ -142,13 +142,13 @@ def write_card(folder: Path, text: str) -> bool:
 
 
 def save_card(model: Any, folder: Path, *, pushed: bool = False, counts: Counts | None = None) -> None:
-    """Write the card of a model that was saved in a folder. Adapters and pushes to the hub get those of PEFT and transformers.
+    """Write the card of a model that was saved in a folder. Adapters and pushes to the hub get cards of PEFT and transformers.
 
     Args:
         model: Model of this package, or of a family made differential.
         folder: The folder.
         pushed: Whether the model was pushed to the hub.
-        counts: Sizes of the model, for a family; None counts those of a model of this package.
+        counts: Sizes of the model, for a family; None counts the parameters of a model of this package.
     """
     if folder.is_dir() and not getattr(model, "_hf_peft_config_loaded", False) and not pushed:
         card = model_card(

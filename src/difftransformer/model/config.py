@@ -63,7 +63,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         num_key_value_heads: Key/value heads of the plain Transformer; None means num_attention_heads.
         head_dim: Width of a head of the plain Transformer and of one differential map; None means
             hidden_size / num_attention_heads.
-        rms_norm_eps: eps of the norms in the residual stream, and of those of queries and keys.
+        rms_norm_eps: eps of the RMSNorms of the residual stream, queries and keys.
         qk_norm: Whether queries and keys are normalised before they are rotated, each map's by itself, as in Qwen3
             (`Attention`). It is the same for every attention type.
         hidden_act: Activation of the gated MLP.

@@ -34,7 +34,7 @@ class Counts:
 def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, cache_itemsize: int = 2) -> Counts:
     """Count the parameters, FLOPs and cache bytes of a model.
 
-    FLOPs are those of matrix products: norms, rotary embedding, softmax and lambda, below a percent, are left out.
+    Only matrix products are counted: norms, rotary embedding, softmax and lambda take less than a percent.
 
     Args:
         config: The model's configuration.

@@ -118,13 +118,13 @@ class Start:
 
 
 def fan_in(weight: Tensor, seed: int, name: str) -> Make:
-    """Return what draws a matrix (d_out, d_in) from U(-1/sqrt(d_in), 1/sqrt(d_in)), by a model's seed and the matrix's name."""
+    """Make a function that draws a matrix (d_out, d_in) from U(-1/sqrt(d_in), 1/sqrt(d_in)), seeded by model and name."""
     bound = weight.shape[1] ** -0.5
     return _drawn(weight, seed, name, lambda whole, generator: whole.uniform_(-bound, bound, generator=generator))
 
 
 def _drawn(like: Tensor, seed: int, name: str, draw: Callable[[Tensor, torch.Generator], Tensor]) -> Make:
-    """Return what draws a whole tensor of a parameter's shape in fp32 from the parameter's own generator."""
+    """Make a function that draws a whole tensor of a parameter's shape in fp32 from the parameter's own generator."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     shape = like.shape
 

@@ -173,7 +173,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         if self.config.embedding_multiplier != 1:
             hidden = hidden * self.config.embedding_multiplier
         batch, length = hidden.shape[:2]
-        # With a cache it may be wider: that of a prompt whose chunks come one after the other, or of slots still to fill.
+        # With a cache it may be wider, when a prompt comes in chunks or slots of the cache are still empty.
         width = attention_mask.shape[1] if attention_mask is not None and attention_mask.dim() == 2 else length
         if past_key_values is None and width > length:
             raise ShapeError(
@@ -241,7 +241,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
 
 class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """The language model. `forward` and `generate` behave like those of LlamaForCausalLM.
+    """The language model. `forward` and `generate` behave as in LlamaForCausalLM.
 
     Attributes:
         loss_chunk_tokens: None, or the number of tokens whose logits are in memory at a time when `labels` are given in

@@ -63,7 +63,7 @@ class CardedModel(PreTrainedModel):  # type: ignore[misc]
         """Open a model as `PreTrainedModel.from_pretrained` does, from safetensors inside the folder alone.
 
         Raises:
-            CheckpointError: The weights are pickles, or lie outside the folder; those of an adapter too.
+            CheckpointError: The weights, or an adapter's, are pickles or lie outside the folder.
         """
         subfolder = options.get("subfolder", "")
         folder = Path(str(pretrained_model_name_or_path), subfolder)
@@ -104,7 +104,7 @@ class CardedModel(PreTrainedModel):  # type: ignore[misc]
             save_card(self, Path(save_directory), pushed=push_to_hub, counts=self._counts())
 
     def _counts(self) -> Counts | None:
-        """Return the sizes on the card; None counts those of a model of this package."""
+        """Return the sizes on the card; None counts the parameters of a model of this package."""
         return None
 
     @classmethod

@@ -283,7 +283,7 @@ class ServedModel(nn.Module):
 class DiffTransformerForCausalLM(nn.Module, SupportsPP, SupportsLoRA):  # type: ignore[misc]
     """The language model in the interface that vLLM calls; registered by `difftransformer.serving.register`.
 
-    A differential Qwen3 is the same model, whose variant's parameters are in a module of their own.
+    A differential Qwen3 is the same model with the variant's parameters in a module of their own.
     """
 
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".self_attn.differential.": ".self_attn."})

@@ -27,7 +27,7 @@ class ActivationStats(Callback):
         self._every = logs.inside_every
 
     def on_restore(self, trainer: Trainer, state: CheckpointState | None) -> None:
-        """Take the first validation row, of which no token need count in the loss."""
+        """Take the first validation row, whether or not its tokens count in the loss."""
         if self._every:
             config = trainer.config
             self._row = validation_rows(trainer.shards, config.context_tokens, config.validation_windows)[:1]
@@ -50,7 +50,7 @@ def activation_stats(
     at a time.
 
     Args:
-        model: The model, of which this process may hold a part.
+        model: The model, or this process's part of it.
         row: (1, 3, T) input ids, targets and positions (see `validation_rows`).
         config: Training configuration.
         mesh: The processes, all of which take part.

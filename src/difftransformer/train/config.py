@@ -14,7 +14,7 @@ from ..typed import ADJUSTABLE, ASIDE
 class OptimizerConfig:
     """AdamW, or Muon for hidden matrices.
 
-    The defaults are those of the paper's 3B run (arXiv:2410.05258 Table 9), which states no clipping.
+    The defaults come from the paper's 3B run (arXiv:2410.05258 Table 9), which states no clipping.
 
     Attributes:
         method: "adamw"; or "muon" for the matrices between embedding and output layer (torch.optim.Muon), with AdamW for
@@ -174,7 +174,7 @@ class LogsConfig:
         inside_every: Steps between looks inside the model (`InsideMetrics`), each a forward pass over one row; 0 for none.
         evaluate_every: Steps between evaluations by the recipe's tasks, which open the checkpoint of the step, so a multiple of
             `checkpoint_every`; 0 for none. Training waits for them, and every process holds the model once more meanwhile.
-        peak_tflops: Peak speed of one device in TFLOP/s, of which the MFU is a share; None measures a matrix product.
+        peak_tflops: Peak speed of one device in TFLOP/s, for the MFU; None measures a matrix product.
         tensorboard: Whether TensorBoard gets the metrics too, in the run folder.
         wandb: Project of Weights & Biases that gets the metrics too, or None. WANDB_MODE=offline keeps them in the run folder.
     """
@@ -313,7 +313,7 @@ class TrainingConfig:
         return step in self.keep_steps or bool(self.keep_every and step % self.keep_every == 0)
 
     def retired(self, steps: Iterable[int], now: int) -> list[int]:
-        """Return those of the saved steps that are not kept once `now` is saved. Later ones may be damaged, and are left."""
+        """Return the saved steps to delete once `now` is saved. Later ones may be damaged, and are left."""
         saved = sorted(step for step in steps if step <= now)
         return [step for step in saved[: -self.keep_checkpoints] if not self.keeps_step(step)]
 

@@ -89,7 +89,7 @@ class Faults(Callback):
         return trainer.reads_late and self._policy == "stop" and self._sigmas is None
 
     def fault(self, loss: float, norm: float, targets: int = 1) -> Fault | None:
-        """Return what is wrong with a step."""
+        """Say what is wrong with a step."""
         self._last = self._judged(loss, norm) if targets else "no target"
         self.nonfinite += self._last == "nonfinite"
         return self._last

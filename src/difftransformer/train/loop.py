@@ -62,7 +62,7 @@ def train(
         callbacks: Further callbacks, after those of this package.
 
     Returns:
-        The trained model, of which each process holds its part.
+        The trained model; each process holds its part.
 
     Raises:
         CheckpointError: No checkpoint is intact, or the first or the last of a run cannot be written, or one is not written in
@@ -115,7 +115,7 @@ class _StartChecks(Callback):
 
 
 def _check_variant(config: DiffTransformerConfig, seed: int) -> None:
-    """Refuse a causal model whose attention, which is not of this package, reads later tokens. Its first layers are asked."""
+    """Refuse a causal model if attention of another package reads later tokens. Only its first layers are tried."""
     if not isinstance(config, DiffTransformerConfig) or not config.is_causal:
         return
     if config.attention.__module__.startswith(f"{__name__.partition('.')[0]}."):

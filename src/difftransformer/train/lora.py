@@ -45,7 +45,7 @@ def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int
     others = [name for name in own if set(config.targets).isdisjoint(name.split("."))]
     if adapted := [part for part in config.also if not any(part in name for name in others)]:
         raise ConfigError(
-            f"training.lora.also: all parameters whose name contains {adapted[0]!r} are of targets, whose weights are frozen; "
+            f"training.lora.also: all parameters whose name contains {adapted[0]!r} belong to targets, which are frozen; "
             "leave it out, or leave the target out"
         )
     # The few parameters that attention has besides its projections are always trained: an upcycled model has to learn them.

@@ -22,7 +22,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     are scaled to the size of AdamW's (arXiv:2502.16982 eq. 4), so both take the same learning rate.
 
     Args:
-        params: Groups, of which those with `use_muon: True` hold matrices; see `muon_parameter_groups`. A group may set each
+        params: Groups; groups with `use_muon: True` hold matrices (see `muon_parameter_groups`). A group may set each
             of the following, and what the two optimizers take beside them.
         lr: Learning rate.
         weight_decay: Decoupled weight decay.

@@ -1,4 +1,4 @@
-"""Write the checkpoints of a run in a thread, whose end training waits for, or not."""
+"""Write the checkpoints of a run, in a thread or while training waits."""
 
 import copy
 import dataclasses

@@ -1,6 +1,6 @@
-"""Tensors in safetensors files, of which every process writes and reads its part.
+"""Tensors in safetensors files; every process writes and reads its part.
 
-torch.distributed.checkpoint divides the work and fits the parts of one mesh to those of another. Its safetensors form holds the
+torch.distributed.checkpoint divides the work and fits the parts of one mesh to another. Its safetensors form holds the
 places of parts in the header of each file, so nothing is pickled.
 """
 
@@ -39,7 +39,7 @@ def own_share(
     """Gather tensors one by one, and keep in each process an equal share of them, whole and on the CPU.
 
     Args:
-        tensors: Tensors of which processes may hold parts, in the same order in every process.
+        tensors: Tensors, in the same order in every process, which may hold parts of them.
         processes: The processes, which all take part.
         copy: Whether to copy also what is whole and on the CPU already.
 
@@ -116,7 +116,7 @@ class TensorFiles(HuggingFaceStorageReader):
 
     @torch.no_grad()
     def read(self, into: dict[str, Tensor]) -> None:
-        """Read tensors, of which this process may hold parts, into the memory that they have.
+        """Read tensors, or this process's parts of them, into the memory that they have.
 
         Raises:
             CheckpointError: A file cannot be read.

@@ -29,7 +29,7 @@ from .optim import build_optimizer, learning_rate, update_average
 from .parallel import DeferredModel, Mesh, Processes
 from .saving import Saver
 
-# Results that gradient_checkpointing "selective" keeps: those of matrix products, and of attention, whatever its backend.
+# gradient_checkpointing "selective" keeps the results of matrix products and of attention, whatever its backend.
 KEPT_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 KEPT_OPERATORS = "difftransformer::"
 
@@ -112,14 +112,14 @@ class Callback:
     def on_gradients(self, trainer: "Trainer", update: Update) -> None:
         """Gradients are there, and no callback before has set `update.action`; this one may.
 
-        They are those of all processes and clipped; a process may hold only its parts of them. Random numbers must follow from
+        They are summed over all processes and clipped; a process may hold only its parts. Random numbers must follow from
         the seed and the step, so that a resumed run draws the same.
         """
 
     def on_step(self, trainer: "Trainer", figures: dict[str, Any]) -> None:
         """The weights are updated. Fields of the step's `StepMetrics` may be added.
 
-        On a GPU, which computes ahead, the gradients may be those of the next step already.
+        A GPU computes ahead: the gradients may belong to the next step already.
         """
 
     def on_validation(self, trainer: "Trainer", figures: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class Trainer:
         callbacks: Called in this order.
 
     Attributes:
-        model: The model, of which this process holds its part.
+        model: The model, or this process's part of it.
         step: Number of finished steps.
         tokens: Number of tokens trained on.
         seconds: Time spent in training steps.

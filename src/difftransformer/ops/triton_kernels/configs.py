@@ -55,7 +55,7 @@ class Form(NamedTuple):
     tilings: tuple[Tiling, ...]
 
 
-# `hopper.hopper_keys_kernel`; the warps are those of one of its two multiplying partitions.
+# `hopper.hopper_keys_kernel`; the warps belong to one of its two multiplying partitions.
 HOPPER = Form("hopper", (Tiling(64, 128, 4, 2),))
 HOPPER_VERSIONS = (3, 6), (3, 9)  # of Triton, the first and the last that are known to compile it
 

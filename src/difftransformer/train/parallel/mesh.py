@@ -46,7 +46,7 @@ class Mesh:
         parallel: The degrees.
 
     Attributes:
-        row_rank: Index of this process's rows among those of a batch.
+        row_rank: Index of this process's rows within a batch.
         row_ranks: Number of parts that the rows of a batch divide into.
 
     Raises:
@@ -115,7 +115,7 @@ class Mesh:
         if self.processes.count == 1 or self._weights is not None:
             return
         replicate, shard, context, device = self._replicate, self._shard, self.context, self.processes.device
-        # The processes of a row's parts add up gradients as those of different rows do.
+        # Processes that share a row add up gradients just as processes with different rows do.
         copies, parts = (replicate, shard * context) if shard > 1 else (replicate * context, 1)
         self._weights = init_device_mesh(
             device, (copies, parts, self.tensor), mesh_dim_names=("copies", "parts", "tensor")
@@ -297,7 +297,7 @@ def part_of(name: str) -> str:
 
 
 def _partly_used(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that all heads use, of which a process with some of the heads gets a part of the gradient."""
+    """Yield the parameters that all heads use: a process with some of the heads gets only part of their gradient."""
     for module in model.modules():
         if isinstance(module, Attention):
             for name, how in module.tensor_parallel(model.config).items():  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ LONGEST_WAIT = timedelta(days=2)
 
 @dataclass(frozen=True)
 class Processes:
-    """One process among those of a run.
+    """One process of a run.
 
     Attributes:
         rank: Index of this process.
@@ -86,7 +86,7 @@ class Processes:
         return values
 
     def rank0_first(self, make: Callable[[], T]) -> T:
-        """Return what `make` makes in this process; the others wait until the first has done it, and find its files."""
+        """Call `make` in this process; the others wait until the first has done so, and find its files."""
         with self.fail_together():
             made = [make()] if self.is_first else []
         with self.fail_together():
