@@ -13,7 +13,7 @@ from script import Steps, run
 
 from difftransformer.data import DataConfig, Loader, prepare_shards
 from difftransformer.model import DiffTransformerConfig
-from difftransformer.train import LogsConfig, TrainingConfig, build_model, train
+from difftransformer.train import Callback, LogsConfig, Trainer, TrainingConfig, build_model, train
 from difftransformer.train.metrics import Metrics, StepMetrics
 from difftransformer_lab.bench.models import SIZES
 from difftransformer_lab.bench.settings import Settings
@@ -74,22 +74,23 @@ def measure(size: str, dtype: str, settings: Settings) -> list[BenchRow]:
         bares: list[float] = []
         last = [clock(), time.perf_counter(), 0.0]
 
-        def after_step(metrics: Metrics) -> None:
-            now, wall = clock(), time.perf_counter()
-            if not isinstance(metrics, StepMetrics):
-                return
-            whole[metrics.step] = now - last[0]
-            logged[metrics.step] = 1 - (metrics.seconds - last[2]) / (wall - last[1])
-            begin = clock()
-            bare()
-            bares.append(clock() - begin)
-            last[:] = clock(), time.perf_counter(), metrics.seconds
+        class AfterStep(Callback):
+            def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
+                now, wall = clock(), time.perf_counter()
+                if not isinstance(metrics, StepMetrics):
+                    return
+                whole[metrics.step] = now - last[0]
+                logged[metrics.step] = 1 - (metrics.seconds - last[2]) / (wall - last[1])
+                begin = clock()
+                bare()
+                bares.append(clock() - begin)
+                last[:] = clock(), time.perf_counter(), metrics.seconds
 
         # A step's checkpoint is saved before the next step, so its time is in the next one's.
         saved = {step + 1 for step in training.keep_steps}
         looked = steps - 1
         logs = LogsConfig(inside_every=looked)
-        train(training, config, shards, Path(temporary, "run"), device=device, logs=logs, on_metrics=after_step)
+        train(training, config, shards, Path(temporary, "run"), device=device, logs=logs, callbacks=[AfterStep()])
         loader = Loader(
             shards, split="train", batch_tokens=batch * context, context_stages=training.context_stages, seed=0
         )

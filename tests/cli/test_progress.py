@@ -16,7 +16,9 @@ from difftransformer_lab.studies import Job
 
 
 def jobs_of(count):
-    return [Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, threads=1) for i in range(count)]
+    return [
+        Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, flops=1.0, threads=1) for i in range(count)
+    ]
 
 
 def lines_of(text):
@@ -94,10 +96,10 @@ def test_a_study_counts_its_runs_anew_after_learning_rates_were_chosen(clock, mo
     assert lines_of(shown.file.getvalue()) == [*OF_THREE, *of_two]
 
 
-def test_the_time_left_of_a_study_weighs_runs_by_the_time_of_their_kind(clock, capfd):
+def test_the_time_left_of_a_study_weighs_runs_by_their_flops(clock, capfd):
     jobs = jobs_of(3)
-    for job, seconds in zip(jobs, (60.0, 60.0, 600.0), strict=True):
-        job.expected_seconds = seconds
+    for job, flops in zip(jobs, (60.0, 60.0, 600.0), strict=True):
+        job.flops = flops
     with progress.Bars() as bars:
         watch = progress.watch_study(bars, "study small")
         watch(jobs)
@@ -105,14 +107,13 @@ def test_the_time_left_of_a_study_weighs_runs_by_the_time_of_their_kind(clock, c
             clock[0] += 60
             job.step, job.done = 100, True
             watch(jobs)
-        jobs[2].expected_seconds = None  # as long by step as the other two
-        clock[0] += 60
+        clock[0] += 300
         jobs[2].step = 50
         watch(jobs)
     assert lines_of(capfd.readouterr().out) == [
         "study small: 1 of 3 runs, about 11 min left",
         "study small: 2 of 3 runs, about 10 min left",
-        "study small: 2 of 3 runs, about 36 s left",
+        "study small: 2 of 3 runs, about 5 min left",
     ]
 
 
@@ -120,9 +121,9 @@ def test_a_run_that_goes_on_is_judged_by_its_own_steps(clock, capfd):
     ones = dict.fromkeys(("gradient_norm", "learning_rate", "tokens", "seconds"), 1)
     metrics = StepMetrics(step=0, loss_nats=2.0, tokens_per_second=1000.0, lambdas=[], **ones)
     with progress.Bars() as bars:
-        watch = progress.watch_steps(bars, "run", 1000)
+        bar = progress.step_bar(bars, "run", 1000)
         for step in (500, 600):
-            watch(replace(metrics, step=step))
+            bar.on_metrics(None, replace(metrics, step=step))
             clock[0] += 10
     assert "run: step 600 of 1000, loss 2.000, 1,000 tokens/s, about 40 s left" in capfd.readouterr().out.splitlines()
 

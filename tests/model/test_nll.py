@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from difftransformer.data.documents import IGNORED
 from difftransformer.errors import ConfigError, DataError, ShapeError
 from difftransformer.families import family_config
 from difftransformer.model import nll
 from difftransformer.model.nll import (
-    IGNORED,
     loss_chunk,
     next_token_nll,
     summed_next_token_nll,

@@ -315,7 +315,7 @@ def test_a_run_that_the_system_kills_says_so(tmp_path, monkeypatch):
         job.process = subprocess.Popen(killed, stdin=subprocess.PIPE)
 
     monkeypatch.setattr(Job, "start", start)
-    job = Job(label="DIFF, seed 0", folder=tmp_path, shards=[], steps=5, threads=1, step=3)
+    job = Job(label="DIFF, seed 0", folder=tmp_path, shards=[], steps=5, flops=1.0, threads=1, step=3)
     words = "DIFF, seed 0: its process was ended by SIGKILL at step 3; if memory ran out, give fewer --jobs"
     with pytest.raises(DiffTransformerError, match=words):
         run_jobs([job], at_once=1)

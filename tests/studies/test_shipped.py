@@ -12,10 +12,10 @@ import pytest
 from difftransformer.model import count
 from difftransformer.train.memory import step_bytes
 from difftransformer_lab.recipe_files import shipped_recipes
-from difftransformer_lab.results import OWN_BEST, ChosenRate, StudyIndex, read_result
-from difftransformer_lab.studies import Design, load_study
+from difftransformer_lab.results import OWN_BEST, ChosenRate, RunRecord, StudyIndex, read_result
+from difftransformer_lab.studies import Design, load_study, recipe_from
+from difftransformer_lab.studies.identity import identity
 from difftransformer_lab.studies.plan import FIRST_SEED, load_plan
-from difftransformer_lab.studies.records import RunStore
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORDS = DOCS / "results" / "studies"
@@ -156,8 +156,10 @@ def test_extensions_of_learning_rates_are_asked_for(monkeypatch):
 
 def test_committed_records_are_runs_that_studies_ask_for():
     """All are read; a run that an index names is one that its study asks for today, and no other is lost unknown."""
-    identities = {path.resolve(): identity for (identity, _), path in RunStore(RECORDS).every_file().items()}
-    assert identities.keys() == {path.resolve() for path in RECORDS.glob("*/runs/*.json")}
+    identities = {
+        path.resolve(): identity(recipe_from(read_result(path, RunRecord).recipe, source=str(path)))
+        for path in RECORDS.glob("*/runs/*.json")
+    }
     asked = set()
     for file in sorted(RECORDS.glob("*/*.json")):
         index = read_result(file, StudyIndex)
@@ -169,7 +171,7 @@ def test_committed_records_are_runs_that_studies_ask_for():
             assert identities[(file.parent / member.file).resolve()] in wanted, member.file
         asked |= wanted
     lost = {}
-    for file, identity in identities.items():
-        if identity not in asked:
+    for file, known in identities.items():
+        if known not in asked:
             lost.setdefault(file.parents[1].name, []).append(file.name)
     assert {study: len(files) for study, files in lost.items()} == SUPERSEDED, lost

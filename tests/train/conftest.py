@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from difftransformer.model import DiffTransformerConfig
-from difftransformer.train import read_metrics, train
+from difftransformer.train import Callback, read_metrics, train
 
 # Wall time differs from run to run; everything else in metrics.jsonl must not.
 CLOCKS = ("seconds", "tokens_per_second", "mfu", "peak_bytes")
@@ -23,7 +23,21 @@ def model_config(toy_recipe, toy_shards):
 
 
 @pytest.fixture
-def train_toy(toy_recipe, toy_shards, model_config):
+def listening():
+    """A callback that passes metrics on to a function."""
+
+    class Listener(Callback):
+        def __init__(self, listen):
+            self.listen = listen
+
+        def on_metrics(self, trainer, metrics):
+            self.listen(metrics)
+
+    return Listener
+
+
+@pytest.fixture
+def train_toy(toy_recipe, toy_shards, model_config, listening):
     """Train the toy in a folder, with other fields of the model and of TrainingConfig."""
 
     def run(
@@ -38,7 +52,7 @@ def train_toy(toy_recipe, toy_shards, model_config):
         **fields,
     ):
         config = dataclasses.replace(toy_recipe.training, **fields)
-        how = {"on_metrics": on_metrics, "callbacks": callbacks, "device": device}
+        how = {"callbacks": [listening(on_metrics), *callbacks], "device": device}
         return train(config, model_config(attention_type, **model or {}), shards, folder, **how)
 
     return run

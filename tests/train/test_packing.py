@@ -52,13 +52,13 @@ def test_packed_documents_do_not_see_each_other(small, toy_shards, attention_typ
     assert documents > len(ids) / 1024
 
 
-def test_a_packed_run_has_the_same_losses_with_accumulation(small, toy_shards, tmp_path):
+def test_a_packed_run_has_the_same_losses_with_accumulation(small, toy_shards, tmp_path, listening):
     config = small.model_config(vocab_size=toy_shards.tokenizer.vocab_size)
 
     def losses(accumulation):
         met = []
         training = dataclasses.replace(small.training, accumulation=accumulation, steps=4)
-        train(training, config, toy_shards, tmp_path / str(accumulation), on_metrics=met.append)
+        train(training, config, toy_shards, tmp_path / str(accumulation), callbacks=[listening(met.append)])
         return [line.loss_nats for line in met if hasattr(line, "loss_nats")]
 
     whole = losses(1)
@@ -66,7 +66,7 @@ def test_a_packed_run_has_the_same_losses_with_accumulation(small, toy_shards, t
     assert losses(2) == pytest.approx(whole, rel=1e-5)
 
 
-def test_the_loss_of_examples_is_the_mean_over_what_counts(small, tmp_path):
+def test_the_loss_of_examples_is_the_mean_over_what_counts(small, tmp_path, listening):
     """In the whole step, whose parts have unequal numbers of targets; computed here example by example."""
     draw, examples = np.random.default_rng(0), []
     for index in range(24):
@@ -99,7 +99,13 @@ def test_the_loss_of_examples_is_the_mean_over_what_counts(small, tmp_path):
     for accumulation in (1, 4):
         met = []
         run = tmp_path / str(accumulation)
-        train(dataclasses.replace(training, accumulation=accumulation), config, shards, run, on_metrics=met.append)
+        train(
+            dataclasses.replace(training, accumulation=accumulation),
+            config,
+            shards,
+            run,
+            callbacks=[listening(met.append)],
+        )
         assert met[0].loss_nats == pytest.approx(mean(alone), rel=1e-5)
     held = [nll(torch.from_numpy(example.inputs), torch.from_numpy(example.targets)) for example in examples[:7]]
     training = dataclasses.replace(training, validation_windows=100)
@@ -107,7 +113,7 @@ def test_the_loss_of_examples_is_the_mean_over_what_counts(small, tmp_path):
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_first_validation_example_without_targets_is_no_error(small, tmp_path, every):
+def test_a_first_validation_example_without_targets_is_no_error(small, tmp_path, listening, every):
     """Each example fills a row; the one that comes first gets no target."""
 
     def shards(unscored):
@@ -126,7 +132,14 @@ def test_a_first_validation_example_without_targets_is_no_error(small, tmp_path,
     )
     config = small.model_config(vocab_size=given.tokenizer.vocab_size)
     met = []
-    train(training, config, given, tmp_path / "run", logs=LogsConfig(inside_every=every), on_metrics=met.append)
+    train(
+        training,
+        config,
+        given,
+        tmp_path / "run",
+        logs=LogsConfig(inside_every=every),
+        callbacks=[listening(met.append)],
+    )
     assert sum(isinstance(line, InsideMetrics) for line in met) == every
     (validation,) = [line for line in met if isinstance(line, ValidationMetrics)]
     assert math.isfinite(validation.validation_loss_nats)

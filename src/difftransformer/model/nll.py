@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from ..errors import ConfigError, DataError, ShapeError
 from ..ops.problem import LOW_PRECISION, is_readable
 
-IGNORED = -100
 # On a CPU, logits beyond the caches cost more time than the calls for each chunk.
 WHOLE_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # logits that are computed at once unless a chunk is given
 CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
@@ -50,7 +49,7 @@ def summed_next_token_nll(
     if not z_loss:
         return next_token_nll(model, input_ids, targets, **where).sum()
     logits = model(input_ids=input_ids, use_cache=False, **where).logits.float().flatten(0, 1)
-    squares = logits.logsumexp(-1).square().masked_fill(targets.flatten() == IGNORED, 0)
+    squares = logits.logsumexp(-1).square().masked_fill(targets.flatten() < 0, 0)
     return F.cross_entropy(logits, targets.flatten(), reduction="sum") + z_loss * squares.sum()
 
 
@@ -68,7 +67,7 @@ def chunked_loss(
     chunk_tokens: int,
     shift_labels: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = IGNORED,
+    ignore_index: int = -100,
     z_loss: float = 0.0,
     **_: Any,
 ) -> Tensor:
@@ -98,7 +97,7 @@ def summed_nll(
     targets: Tensor,
     *,
     chunk_tokens: int,
-    ignore_index: int = IGNORED,
+    ignore_index: int = -100,
     z_loss: float = 0.0,
 ) -> Tensor:
     """Return the summed negative log-likelihood of the targets in nats, a scalar in fp32.

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data import CITIES_SEEN, Shards, needle_document_tokens, needle_questions, validation_rows
+from ..data.documents import IGNORED
 from ..model import DiffTransformerForCausalLM
-from ..model.nll import IGNORED
 from .checkpoint import CheckpointState
 from .config import TrainingConfig
 from .parallel import Mesh

@@ -1,7 +1,7 @@
 """Training in one call: the trainer with the callbacks of this package."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from .activation_stats import ActivationStats
 from .checkpoint import CheckpointState
 from .config import LogsConfig, TrainingConfig
 from .faults import Faults
-from .metrics import Metrics
 from .parallel import DeferredModel, Mesh, Processes
 from .speed import Speed, matmul_flops
 from .trackers import Trackers
@@ -39,7 +38,6 @@ def train(
     start: DeferredModel | None = None,
     mesh: Mesh | None = None,
     logs: LogsConfig | None = None,
-    on_metrics: Callable[[Metrics], None] = lambda metrics: None,
     callbacks: Sequence[Callback] = (),
 ) -> DiffTransformerForCausalLM:
     """Train a model to the last step, from the run's newest intact checkpoint if there is one.
@@ -58,7 +56,6 @@ def train(
         start: Model of that configuration to start from, whose values are read; None builds a new one from the seed.
         mesh: What this process and the others of the run compute; None for a single process. The first process writes.
         logs: What the metrics hold beside the loss, and where else they go.
-        on_metrics: Called with all metrics of the run, in the first process.
         callbacks: Further callbacks, after those of this package.
 
     Returns:
@@ -82,21 +79,10 @@ def train(
         ActivationStats(logs),
         Accuracy(),
         Trackers(logs),
-        _Listener(on_metrics),
         _StartChecks(is_new=start is None),
     ]
     trainer = Trainer(config, model_config, shards, run, mesh=mesh, start=start, callbacks=[*own, *callbacks])
     return trainer.fit()
-
-
-class _Listener(Callback):
-    """Passes metrics on to a function."""
-
-    def __init__(self, listen: Callable[[Metrics], None]) -> None:
-        self._listen = listen
-
-    def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
-        self._listen(metrics)
 
 
 class _StartChecks(Callback):

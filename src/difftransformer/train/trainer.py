@@ -17,9 +17,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ..attention import Attention
 from ..data import Loader, Shards, validation_rows
+from ..data.documents import IGNORED
 from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Diverged
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
+from ..model.nll import loss_chunk, summed_next_token_nll
 from .checkpoint import CheckpointState, folder_of_step, load_checkpoint, newest_intact
 from .config import TrainingConfig
 from .late import Moment, OnTheWay

@@ -12,7 +12,7 @@ from difftransformer.progress import shown_by, titled
 from .console import console, resumable
 
 if TYPE_CHECKING:
-    from difftransformer.train.metrics import Metrics
+    from difftransformer.train import Callback
 
     from ..studies import Job
 
@@ -75,8 +75,7 @@ def _left(task: Task) -> str:
 def watch_study(bars: Bars, title: str) -> "Callable[[Sequence[Job]], None]":
     """Draw one bar over all jobs, and one for each that is running.
 
-    A job weighs as much as its kind took before. Those of a new kind weigh as much by step as the others. The bar begins anew
-    with other jobs, as when learning rates have been chosen.
+    A job weighs as much as its FLOPs. The bar begins anew with other jobs, as when learning rates have been chosen.
     """
     printed = 0
     watched: Sequence[Job] | None = None
@@ -87,10 +86,7 @@ def watch_study(bars: Bars, title: str) -> "Callable[[Sequence[Job]], None]":
             bars.forget(title)
             printed, watched = 0, jobs
         ended = sum(job.done for job in jobs)
-        known = [(job.expected_seconds, job.steps) for job in jobs if job.expected_seconds]
-        by_step = sum(seconds for seconds, _ in known) / sum(steps for _, steps in known) if known else 1.0
-        weights = [job.expected_seconds or by_step * job.steps for job in jobs]
-        done = sum(weight * job.step / job.steps for weight, job in zip(weights, jobs, strict=True)) / sum(weights)
+        done = sum(job.flops * job.step / job.steps for job in jobs) / sum(job.flops for job in jobs)
         runs = f"{ended} of {len(jobs)} runs"
         if bars.show(title, done, 1.0, f"{title}: {runs}", words=runs, at_once=ended > printed):
             printed = ended
@@ -104,17 +100,19 @@ def watch_study(bars: Bars, title: str) -> "Callable[[Sequence[Job]], None]":
     return watch
 
 
-def watch_steps(bars: Bars, label: str, steps: int) -> "Callable[[Metrics], None]":
+def step_bar(bars: Bars, label: str, steps: int) -> "Callback":
     """Draw one run as a bar."""
-    from difftransformer.train.metrics import StepMetrics
+    from difftransformer.train import Callback, Trainer
+    from difftransformer.train.metrics import Metrics, StepMetrics
 
-    def watch(metrics: "Metrics") -> None:
-        if isinstance(metrics, StepMetrics):
-            rates = f"loss {metrics.loss_nats:.3f}, {metrics.tokens_per_second:,.0f} tokens/s"
-            words = f"step {metrics.step} of {steps}, {rates}"
-            bars.show(label, metrics.step, steps, f"{label}: {words}", words=words)
+    class StepBar(Callback):
+        def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
+            if isinstance(metrics, StepMetrics):
+                rates = f"loss {metrics.loss_nats:.3f}, {metrics.tokens_per_second:,.0f} tokens/s"
+                words = f"step {metrics.step} of {steps}, {rates}"
+                bars.show(label, metrics.step, steps, f"{label}: {words}", words=words)
 
-    return watch
+    return StepBar()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from ..recipe_files import read_recipe, shipped_recipes
 from .arguments import check_device, check_positive, use_threads
 from .console import resumable, show, show_next
 from .members import run_together
-from .progress import Bars, evaluation_progress, watch_steps
+from .progress import Bars, evaluation_progress, step_bar
 from .text_recipe import is_text, write_recipe
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _train(
     processes: "Processes",
 ) -> int:
     from difftransformer.data import Shards, prepare_shards
-    from difftransformer.train import Interrupted, checkpoints
+    from difftransformer.train import Callback, Interrupted, checkpoints
     from difftransformer.train.metrics import METRICS_FILE, read_metrics
     from difftransformer.train.parallel import Mesh
     from difftransformer.train.profiling import Profile
@@ -91,7 +91,7 @@ def _train(
         mesh = Mesh(processes, loaded.parallel)
         mesh.check(loaded.model_config(vocab_size=1), loaded.training)
     folder = _folder(loaded, out)
-    callbacks = [Profile(profile)] if profile else []
+    callbacks: list[Callback] = [Profile(profile)] if profile else []
 
     def prepare() -> Shards:
         if not processes.is_first:
@@ -111,8 +111,8 @@ def _train(
             return 0
         was_trained = is_trained(folder, loaded)
         with resumable(), Bars() as bars:
-            on_metrics = watch_steps(bars, loaded.name, loaded.training.steps)
-            train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics, callbacks=callbacks)
+            callbacks.append(step_bar(bars, loaded.name, loaded.training.steps))
+            train_run(folder, loaded, shards, mesh=mesh, callbacks=callbacks)
     newest, steps = checkpoints(folder)[-1], f"all {loaded.training.steps:,} steps"
     show(f"{'Trained before, ' + steps if was_trained else 'Trained ' + steps}: {newest}")
     _, validations = read_metrics(folder / METRICS_FILE)

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from difftransformer.data.documents import IGNORED
 from difftransformer.data.synthetic import NoisyRecall
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.model.nll import IGNORED
 from difftransformer.train import ScheduleConfig
 from difftransformer.train.optim import learning_rate
 

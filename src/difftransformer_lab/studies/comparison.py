@@ -6,15 +6,13 @@ from typing import Any
 
 from difftransformer.attention import label
 from difftransformer.data import Shards
-from difftransformer.families import DifferentialFields, count_family
-from difftransformer.model import count
 
 from ..environment import foreign_cpu_share
 from ..results import ArmSize, BaselineNll, StudyIndex
 from .costs import measure_costs
 from .design import ArmConfig, Design, PresetConfig, StudyConfig
 from .ngram import byte_bigram_bits_per_byte
-from .recipe import Recipe, recipe_dict
+from .recipe import Recipe, counts_of, recipe_dict
 from .study import Study
 
 logger = logging.getLogger(__name__)
@@ -69,8 +67,7 @@ def own_design(recipe: Recipe, preset: str, **study: Any) -> Design:
 
 
 def arm_size(arm: str, config: Any, context_tokens: int) -> ArmSize:
-    """Return the size and cost of a model of this package, or of another family with differential attention."""
-    counts = (count_family if isinstance(config, DifferentialFields) else count)(config, context_tokens=context_tokens)
+    counts = counts_of(config, context_tokens)
     return ArmSize(
         arm=arm,
         attention_type=config.attention_type,

@@ -26,7 +26,7 @@ from ..results import (
     figure_of,
     groups_of,
 )
-from .identity import identity, kind
+from .identity import identity
 from .plan import load_plan
 from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_from
 
@@ -34,7 +34,7 @@ UPCYCLED = "upcycled to "
 """What start_from and data.tokenizer of a planned run begin with, where they name a model that the study makes."""
 LEARNING_RATE = "training.optimizer.learning_rate"
 TRAINING = "training"
-"""Name in place of a task for figures of the training itself."""
+"""Stands for a task in figures of the training itself."""
 CURVES = (
     "train_loss_nats",
     "gradient_norm",
@@ -42,7 +42,7 @@ CURVES = (
     "validation_accuracy",
     "validation_answer_nll_nats",
 )
-"""Curves of every run, besides `lambda 0` and so on, and those of tasks where `logs.evaluate_every` asks for them."""
+"""Curves of every run. There are also `lambda 0` and so on, and with `logs.evaluate_every` the tasks' curves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +93,10 @@ class TuningConfig:
 
     Attributes:
         learning_rates: Rates that are tried. With none the recipe's rate is used.
-        seeds: Number of seeds for each rate, counted from 1000. They are not those that are reported.
+        seeds: Number of seeds for each rate, counted from 1000, apart from the reported seeds.
         per: Names of axes. A rate is chosen at each of their values, at the first value of every other axis.
-        extensions: How often an arm whose best rate lies at the edge of those tried gets one more rate beyond it, as far from
-            the edge as the edge is from the next rate (in ratio).
+        extensions: How often one more rate is tried beyond a best rate at the edge, by the ratio between the edge and its
+            neighbour.
     """
 
     learning_rates: list[float] = field(default_factory=list)
@@ -111,14 +111,14 @@ class PresetConfig:
 
     Attributes:
         about: What a reader must know about this size.
-        recipe: Recipe in place of the study's.
+        recipe: Another recipe than the study's.
         set: Values of the recipe by dotted key; values of arms and axes come after these.
         arm_set: Values of the recipe by arm, which come after the arm's own, as where a model has more heads.
         seeds: Number of seeds.
         arms: Names of the arms; None means all.
         axes: Names of values by axis; an axis that is not named keeps all.
         tuning: How the learning rate is chosen.
-        figures: What this size compares its arms by, in place of the study's figures.
+        figures: Other figures than the study's.
         plan: Name or file of the plan of a size that confirms: its contrasts then say which runs are made, and `seeds` is not
             used.
         changes: What is disclosed of this size, such as a change after data were seen.
@@ -149,7 +149,7 @@ class StudyConfig:
         about: What a reader must know to read the answer.
         recipe: Recipe that every run starts from: a shipped one by its name, or a file, also beside the study's.
         source: Pretrained model that every arm starts from, by the name of its folder or file; empty for new models.
-        reference: The arm that the others are compared with.
+        reference: The arm to compare with.
         arms: The arms by name.
         axes: The axes by name.
         figures: What the arms are compared by, the most important first. The first one also chooses learning rates. Without
@@ -279,10 +279,6 @@ class PlannedRun:
     def identity(self) -> str:
         return identity(self.recipe)
 
-    @cached_property
-    def kind(self) -> str:
-        return kind(self.recipe)
-
     @property
     def title(self) -> str:
         place = "".join(f", {axis} {value}" for axis, value in self.point.items())
@@ -296,9 +292,9 @@ class Design:
     Args:
         config: The study.
         preset: Name of the size.
-        seeds: Number of seeds in place of the preset's and of those of arms and axes.
+        seeds: Number of seeds, whatever preset, arms and axes say.
         changes: Values of the recipe that come last, such as "training.steps=100".
-        document: The recipe as plain data, in place of the study's.
+        document: The recipe as plain data; by default the study's.
         first_seed: Seed of the first run of each arm.
         file: What the study was read from, if that is not shipped.
 
@@ -369,7 +365,7 @@ class Design:
         return [self._tuning_run(arm, point, seed, rate) for seed, point, rate, arm in places]
 
     def tuning_beyond(self, chosen: ChosenRate) -> list[PlannedRun]:
-        """The runs of one more learning rate beyond a chosen one that lies at the edge of those tried; none if it does not."""
+        """The runs of one more learning rate beyond a chosen one at the edge; none if it is not at the edge."""
         if not chosen.is_at_edge:
             return []
         tried = [rate for rate, _ in chosen.tried]
@@ -381,9 +377,9 @@ class Design:
         return self.run(arm, point, 1000 + seed, rate, is_tuning=True)
 
     def arms_in_turn(self) -> list[list[str]]:
-        """Return the arms in the order in which they are tuned: those of the first contrast, what the next adds, and so on.
+        """Return the arms in the order of tuning: the arms of the first contrast, then what the next one adds, and so on.
 
-        So the first question is decided before the rates of another's arms are tried. Without a plan all arms are one group.
+        So the first question is decided before other arms are tuned. Without a plan all arms are one group.
         """
         contrasts = self.plan.contrasts if self.plan else []
         groups = [[arm for term in contrast.terms for arm in term.arms] for contrast in contrasts]
@@ -395,7 +391,7 @@ class Design:
 
     @property
     def tuned_points(self) -> list[dict[str, str]]:
-        """The points at which learning rates are chosen: not those whose axes set one."""
+        """The points at which learning rates are chosen: all at which no axis sets one."""
         axes = self.config.axes
         own_rate = {
             (axis, value) for axis in axes for value, one in axes[axis].values.items() if LEARNING_RATE in one.set
@@ -421,7 +417,7 @@ class Design:
         ]
 
     def _chosen(self, rates: Sequence[ChosenRate] | None) -> dict[tuple[str, str], float | None]:
-        """Return the learning rate of each arm at each `place` whose rate is known; None stands for that of the recipe."""
+        """Return the known learning rates by arm and `place`; None stands for the recipe's own rate."""
         chosen = {(one.arm, place(one.point)): one.learning_rate for one in rates or []}
         tuned = [place(point) for point in self.tuned_points] if self.preset.tuning.learning_rates else []
         known: dict[tuple[str, str], float | None] = {}
@@ -464,11 +460,7 @@ class Design:
         return shlex.join([*words, *(word for change in self._changes for word in ("--set", change))])
 
     def _check_figures(self, runs: Sequence[PlannedRun]) -> None:
-        """Check that the runs will have what the figures ask for.
-
-        Raises:
-            ConfigError: They will not.
-        """
+        """Check that the runs will have what the figures ask for."""
         tasks = dict.fromkeys([*(spec.name for run in runs for spec in run.recipe.evaluation), TRAINING])
         for figure in self.figures:
             if figure.task:
@@ -477,17 +469,13 @@ class Design:
                 _check_names(f"{self.config.name}: figures: {figure.label!r}: curve", [figure.curve], CURVES)
 
     def lacking(self, run: PlannedRun, record: RunRecord) -> list[StudyFigure]:
-        """Return the figures that a run's record lacks, of those that its recipe asks for."""
+        """Return the figures that the recipe asks for and the record lacks."""
         asked = {TRAINING, *(spec.name for spec in run.recipe.evaluation)}
         planned = [figure for figure in self.figures if figure.task in asked or figure.curve in CURVES]
         return [figure for figure in planned if figure_of(record, figure) is None]
 
     def _check_followed(self) -> None:
-        """Check that no option asks for other runs than the plan does.
-
-        Raises:
-            ConfigError: One does.
-        """
+        """Check that no option asks for other runs than the plan does."""
         advice = f"{self.name} follows the plan {self.preset.plan}, which says what is run; change a copy of the study's file"
         if self._seeds is not None:
             raise ConfigError(f"--seeds {self._seeds}: {advice}")
@@ -498,11 +486,7 @@ class Design:
                 raise ConfigError(f"--set {self._changes[0]}: {advice}")
 
     def _check_plan(self) -> None:
-        """Check that the plan is of this study and names what it has.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Check that the plan is of this study and names what it has."""
         plan, source = self.plan, self.preset.plan
         assert plan is not None
         if (plan.study, plan.preset) != (self.config.name, self.name):

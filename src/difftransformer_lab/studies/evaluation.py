@@ -53,14 +53,14 @@ def evaluate_checkpoint(
     device: str = "cpu",
     processes: Processes = ALONE,
 ) -> dict[str, TaskResult]:
-    """Ask a model the recipe's tasks; those whose results are in the folder already are not asked again.
+    """Ask a model the recipe's tasks. Tasks with a result in the folder are not asked again.
 
-    Of a run with `training.ema`, the average of its weights is asked.
+    A run with `training.ema` answers with the average of its weights.
 
     Args:
         folder: Folder for results, FOLDER/NAME.json.
         wait: Whether to wait for another process that is working in the folder.
-        processes: This process and the others, each with the model. The first one writes.
+        processes: All processes, each with the model. The first one writes.
 
     Returns:
         The results by the tasks' names.

@@ -1,4 +1,4 @@
-"""What makes two runs the same, and what makes them take as long."""
+"""What makes two runs the same."""
 
 import hashlib
 import json
@@ -15,25 +15,10 @@ IDENTITY_VERSION = 1
 def identity(recipe: Recipe) -> str:
     """Return a SHA-256 of what a run trains and evaluates: recipes with equal ones give the same run on the same data.
 
-    It is computed from the recipe as this release reads it, so that an option that is new keeps the runs before it.
+    It is computed from the recipe as this release reads it, so a new option keeps the identity of earlier runs.
     """
-    return _sha256(_document(recipe))
-
-
-def kind(recipe: Recipe) -> str:
-    """Return a SHA-256 of what a run's time depends on: all that `identity` covers but the seed and the learning rate."""
-    document = _document(recipe)
-    document["training"]["seed"], document["training"]["optimizer"]["learning_rate"] = 0, 1.0
-    return _sha256(document)
-
-
-def _document(recipe: Recipe) -> dict[str, Any]:
     document: dict[str, Any] = plain(recipe, without=[ASIDE])
-    document["training"]["compile"] = False  # of which it was a part at first
+    document["training"]["compile"] = False  # it was part of the identity at first
     document["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
-    return document
-
-
-def _sha256(document: dict[str, Any]) -> str:
     text = json.dumps([IDENTITY_VERSION, document], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()

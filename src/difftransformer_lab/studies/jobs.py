@@ -26,16 +26,16 @@ WATCH_SECONDS = 0.5
 class Job:
     """One run: what it is called, where it and its shards are, and how far it has come.
 
-    `prepare` is called before its process, which locks the folder. `seconds` is the time that the process took, and
-    `expected_seconds` that of earlier runs of its kind; None if there is none. `validations` are the loss (nats per token) and
-    the share of right answers by step. A run that `may_diverge` is done as well where its loss stops being finite after its
-    first step.
+    `prepare` is called before its process, which locks the folder. `flops` of its training are its share of the
+    work. `seconds` is the time that the process took. A run that `may_diverge` is done as well where its loss stops being
+    finite after its first step.
     """
 
     label: str
     folder: Path
     shards: Sequence[Path]
     steps: int
+    flops: float
     threads: int
     device: str = "cpu"
     prepare: Callable[[], None] = lambda: None
@@ -44,10 +44,8 @@ class Job:
     has_diverged: bool = False
     step: int = 0
     loss_nats: float | None = None
-    validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     seconds: float = 0.0
-    expected_seconds: float | None = None
     began: float = 0.0
 
     def start(self) -> None:
@@ -76,9 +74,6 @@ class Job:
             except json.JSONDecodeError:
                 continue
             self.step, self.loss_nats = metrics["step"], metrics.get("loss_nats", self.loss_nats)
-            if "validation_loss_nats" in metrics:
-                scores = metrics["validation_loss_nats"], metrics.get("validation_accuracy")
-                self.validations[metrics["step"]] = scores
 
     def failure(self) -> str:
         """How the process ended: the signal that killed it, or else the last line that it printed."""
@@ -114,7 +109,7 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, on_done: Callable[[Job], None
     """Run jobs, `at_once` at a time, until all are done; `on_done` is called with each that has just ended.
 
     Raises:
-        DiffTransformerError: a job failed; the others are stopped, each with a checkpoint.
+        DiffTransformerError: a job failed; the rest are stopped, each with a checkpoint.
         Interrupted: SIGINT or SIGTERM; each running job has saved a checkpoint.
     """
     waiting = [job for job in jobs if not job.done]

@@ -18,9 +18,6 @@ def byte_bigram_bits_per_byte(train_bytes: bytes, validation_bytes: bytes) -> fl
         p(b | a) = (c(a, b) + T(a) p(b)) / (c(a) + T(a)), or p(b) where nothing follows a
 
     The first validation byte is scored by p(b), all others by p(b | a).
-
-    Raises:
-        DataError: A text is empty.
     """
     for name, text in (("training", train_bytes), ("validation", validation_bytes)):
         if not text:

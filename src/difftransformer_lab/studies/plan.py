@@ -22,11 +22,7 @@ MATERIAL = re.compile(r"\b(materially|substantially|considerably|much|far|by at 
 
 
 def load_plan(name: str) -> StudyPlan:
-    """Read a plan by its name in recipes/plans, or from a file.
-
-    Raises:
-        ConfigError: no such file, not YAML, an unknown key, a wrong type or an impossible value.
-    """
+    """Read a plan by its name in recipes/plans, or from a file."""
     document = read_mapping(name, shipped_recipes("plans"), "a plan is a mapping with study, preset and questions")
     plan = build(StudyPlan, document, source=name, error=ConfigError)
     names = [contrast.name for contrast in plan.contrasts]

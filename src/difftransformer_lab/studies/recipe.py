@@ -12,10 +12,11 @@ from difftransformer.data import DataConfig
 from difftransformer.data.synthetic import PREFIX
 from difftransformer.data.text import STDLIB
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.families import DifferentialFamilyConfig
+from difftransformer.families import DifferentialFamilyConfig, DifferentialFields, count_family
 from difftransformer.families.checkpoint_io import naming_config
 from difftransformer.files import write_text_atomically
 from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
+from difftransformer.model.counts import Counts
 from difftransformer.reading import parse_yaml, read_json
 from difftransformer.stores import is_url
 from difftransformer.train import LogsConfig, ParallelConfig, TrainingConfig, checkpoints
@@ -87,7 +88,7 @@ class Recipe:
         evaluation_batch_tokens: Largest number of tokens in a batch of an evaluation.
         evaluation_dtype: Dtype of the weights while the model is evaluated; auto is the saved one.
         compare: Models, seeds, jobs.
-        start_from: Run, or folder of a saved model of this package, whose weights training starts from. `model` is then empty,
+        start_from: Run, or folder of a saved model of this package, to take the weights from. `model` is then empty,
             or describes a model that takes these weights: positions and rotary settings may differ.
         branch_from: Checkpoint, or run with its newest, of another run that this one goes on from in a folder of its own, with
             weights, moments and place in the data; such as the stable part of a `wsd` schedule, which this run ends.
@@ -170,6 +171,13 @@ class Recipe:
             return self.model_config(vocab_size=preset(self.model["preset"]).fields["vocab_size"])
         return self.model_config(vocab_size=self.data.tokenizer_vocabulary)
 
+    @property
+    def train_flops(self) -> int:
+        """FLOPs of the whole training, by formula."""
+        config, training = self.planned_config(), self.training
+        counts = counts_of(config, training.context_tokens)
+        return counts.train_flops_per_token * training.steps * training.batch_tokens
+
     def missing(self) -> list[str]:
         """What the recipe names and is not there, one line each. A store may hold the shards of a text that is elsewhere."""
         named = [("data.mixture", one.source) for one in self.data.mixture] or [("data.source", self.data.source)]
@@ -212,12 +220,14 @@ class Recipe:
         return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
 
 
-def round_width(config: DiffTransformerConfig, multiple: int) -> None:
-    """Round intermediate_size to the nearest multiple.
+def counts_of(config: Any, context_tokens: int) -> Counts:
+    """Count parameters and FLOPs of a model of this package, or of another family with differential attention."""
+    counted = count_family if isinstance(config, DifferentialFields) else count
+    return counted(config, context_tokens=context_tokens)
 
-    Raises:
-        ConfigError: The number of parameters, embeddings apart, would change by more than `MOST_ROUNDED`.
-    """
+
+def round_width(config: DiffTransformerConfig, multiple: int) -> None:
+    """Round intermediate_size to the nearest multiple."""
     if multiple < 1:
         raise ConfigError(f"model.multiple_of={multiple}: give at least 1")
     stated = config.intermediate_size
@@ -262,11 +272,7 @@ def recipe_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def parsed_change(change: str) -> tuple[str, Any]:
-    """Split a change such as training.steps=100 into its key and its value.
-
-    Raises:
-        ConfigError: It has no equals sign, or its value is not YAML.
-    """
+    """Split a change such as training.steps=100 into its key and its value."""
     key, separator, text = change.partition("=")
     if not separator:
         raise ConfigError(f"--set {change}: expected KEY=VALUE, such as training.steps=100")
@@ -284,9 +290,6 @@ def override(document: dict[str, Any], key: str, value: Any, *, said: str) -> No
         key: Dotted key, such as training.steps; below `evaluation` a task's name and one of its options.
         value: The value; null takes a task out, and a field of the model back to its default.
         said: What messages call the change.
-
-    Raises:
-        ConfigError: There is no such task, or a parent that is no mapping.
     """
     *parents, last = key.split(".")
     place: Any = document

@@ -22,7 +22,6 @@ from ..environment import environment, now
 from ..evals.engine import Task
 from ..results import (
     Curve,
-    Environment,
     RunFigure,
     RunRecord,
     TaskResult,
@@ -33,7 +32,7 @@ from ..results import (
 )
 from ..results.curves import spikes
 from .design import TRAINING, Design, PlannedRun, place
-from .identity import identity, kind
+from .identity import identity
 from .recipe import Recipe, recipe_from
 from .run import BEGAN_FILE, run_results
 
@@ -58,14 +57,13 @@ class RunStore:
         self.folder = folder
         self._found: dict[tuple[str, str], Path] = {}
         self._records: dict[Path, RunRecord] = {}
-        self._seconds: dict[tuple[str, str, str, int], list[float]] = {}
         self._unread: dict[str, list[Path]] = {}
         for path in self._there():
             named = _SEED.search(path.stem)
             self._unread.setdefault(named[1] if named else "", []).append(path)
 
     def _read_all(self, *seeds: str) -> None:
-        """Read the files of these seeds, and those whose name holds none, once."""
+        """Read, once, the files of these seeds and files without a seed in their name."""
         for path in (path for seed in (*seeds, "") for path in self._unread.pop(seed, ())):
             try:
                 record = read_result(path, RunRecord)
@@ -74,7 +72,6 @@ class RunStore:
                 logger.warning("%s is not used: %s", path, error)
                 continue
             self._found.setdefault((identity(recipe), record.data_sha256), path)
-            self._note_time(kind(recipe), record)
 
     def _there(self) -> Sequence[Path]:
         return sorted(self.folder.glob(f"*/{RUNS}/*.json"))
@@ -90,29 +87,12 @@ class RunStore:
         words = [run.arm, place(run.point), "tuning" if run.is_tuning else "", f"seed{run.seed}", digest]
         return self.folder / run.recipe.name / RUNS / f"{'-'.join(word for word in words if word)}.json"
 
-    def _note_time(self, of: str, record: RunRecord) -> None:
-        if record.diverged_after is not None:
-            return
-        where = record.environment
-        self._seconds.setdefault((of, where.processor, where.device, where.threads), []).append(record.total_seconds)
-
-    def seconds(self, run: PlannedRun, where: Environment) -> float | None:
-        """Return the median time of runs of the same kind on the same processor and device; None if there is none."""
-        self._read_all(*self._unread)  # runs of a kind have any seed
-        times = self._seconds.get((run.kind, where.processor, where.device, where.threads))
-        return float(np.median(times)) if times else None
-
-    def every_file(self) -> dict[tuple[str, str], Path]:
-        """Return all files that can be read, by identity and data."""
-        self._read_all(*self._unread)
-        return self._found
-
     def find(self, run: PlannedRun, data_sha256: str) -> Path | None:
         self._read_all(str(run.seed))
         return self._found.get((run.identity, data_sha256))
 
     def read(self, path: Path) -> RunRecord:
-        """Read a record, once: the choice of learning rates asks for those of its runs again after every run."""
+        """Read a record, once: choosing learning rates asks for the same records after every run."""
         if path not in self._records:
             self._records[path] = read_result(path, RunRecord)
         return self._records[path]
@@ -127,7 +107,6 @@ class RunStore:
         self._write(record, path)
         self._records.pop(path, None)
         self._found[run.identity, record.data_sha256] = path
-        self._note_time(run.kind, record)
         return path
 
     def _write(self, record: RunRecord, path: Path) -> None:
@@ -233,7 +212,7 @@ def run_figures(task: str, result: TaskResult) -> Iterator[RunFigure]:
 
 
 def _training_figures(steps: Sequence[StepMetrics]) -> list[RunFigure]:
-    """Return figures of the training itself, of which the curves keep too few points."""
+    """Return figures of the training itself; the curves keep too few points for them."""
     norms = [line.gradient_norm for line in steps]
     figures = {"gradient spikes": float(len(spikes(norms))), "largest gradient norm": max(norms)}
     same: dict[str, Any] = {"task": TRAINING, "unit": "", "better": "lower", "at": {}, "n": len(steps)}

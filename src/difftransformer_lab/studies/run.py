@@ -69,11 +69,7 @@ def start_run(folder: Path, recipe: Recipe) -> None:
 
 
 def continued_recipe(folder: Path, recipe: Recipe) -> Recipe | None:
-    """Return the recipe of the run in a folder that another recipe continues; None where there is no run.
-
-    Raises:
-        CheckpointError: The recipe trains something else.
-    """
+    """Return the recipe of the run in a folder that another recipe continues; None where there is no run."""
     path = folder / RECIPE_FILE
     if not path.exists() or not checkpoints(folder):
         return None
@@ -118,7 +114,7 @@ def share_stable_part(folder: Path, recipe: Recipe, shards: Shards, others: Iter
 
 
 def _without_length(recipe: Recipe) -> dict[str, Any]:
-    """Return what a run trains, whatever its number of steps."""
+    """Return what a run trains, without its number of steps."""
     document = plain(recipe, without=[ASIDE, ADJUSTABLE])
     del document["training"]["steps"], document["training"]["schedule"]["decay_steps"]
     return document
@@ -168,12 +164,7 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer) -> DiffTransformerConfig:
 
 
 def _start(recipe: Recipe, tokenizer: Tokenizer, stack: ExitStack, *, verify: bool) -> DeferredModel | None:
-    """Return the model that training starts from, or None. Its files stay open with `stack`.
-
-    Raises:
-        ConfigError: It has fewer tokens than the tokenizer, or the recipe's model differs in more than positions and rotary
-            settings.
-    """
+    """Return the model that training starts from, or None. Its files stay open with `stack`."""
     if recipe.start_from is None:
         return None
 
@@ -217,7 +208,7 @@ def is_done(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> bool:
 
 
 def is_trained(folder: Path, recipe: Recipe) -> bool:
-    """Whether the run's newest checkpoint is that of the last step."""
+    """Whether the run has the checkpoint of its last step."""
     steps = checkpoints(folder)
     return bool(steps) and steps[-1].name == f"step-{recipe.training.steps:06d}"
 

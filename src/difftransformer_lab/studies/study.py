@@ -64,7 +64,7 @@ class Study:
         results: Folder of all studies' records, such as docs/results/studies; or the folder of this study `alone`.
         alone: Whether the study shares no records, and keeps its own beside its runs (see `OwnRuns`).
         source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
-        models: Folder for what becomes of it.
+        models: Folder for the models made of it.
 
     Raises:
         ConfigError: The study needs a source and has none, or has one and needs none.
@@ -105,15 +105,11 @@ class Study:
         return replace(self._prepared[key], recipe=recipe)
 
     def _on_this_machine(self, recipe: Recipe) -> Recipe:
-        """Return a recipe with the folders of upcycled models, which are made if they are missing.
-
-        Raises:
-            ConfigError: A folder holds what became of another model.
-        """
+        """Return a recipe with the folders of upcycled models, which are made if they are missing."""
         if self._source is None:
             return recipe
         made = {}
-        for named in (recipe.data.tokenizer, str(recipe.start_from)):  # the first is that of every arm
+        for named in (recipe.data.tokenizer, str(recipe.start_from)):  # all arms share the first
             to = named.removeprefix(UPCYCLED).partition(" ")[0]
             made[named] = self._models / to
             note = self._models / f"{to}.source"
@@ -144,10 +140,10 @@ class Study:
         return hashlib.sha256(f"{fingerprint} {self._source_sha256}".encode()).hexdigest()
 
     def files(self, runs: Sequence[PlannedRun]) -> list[Path | None]:
-        """Return the file of each run's record, None for those that are missing.
+        """Return the file of each run's record; None if it is missing.
 
-        All arms of a seed are read from records on the same data, and while rates are chosen all rates of one: on the data of
-        this machine, or of another if none is missing there.
+        All arms of a seed, or all rates of an arm while rates are chosen, must have the same data: this machine's, or another's
+        if its records are complete.
         """
         groups: dict[tuple[object, ...], list[PlannedRun]] = {}
         for run in runs:
@@ -160,7 +156,7 @@ class Study:
         return [self.store.find(run, data[_on_same_data(run)]) for run in runs]
 
     def tuning(self) -> list[PlannedRun]:
-        """Return the runs that choose learning rates, with those beyond the edge that `TuningConfig.extensions` asks for."""
+        """Return the runs that choose learning rates, including extensions beyond the edge (`TuningConfig.extensions`)."""
         runs = list(self.design.tuning)
         for _ in range(self.design.preset.tuning.extensions):
             beyond = [run for one in self._best(runs) for run in self.design.tuning_beyond(one)]
@@ -170,10 +166,10 @@ class Study:
         return runs
 
     def rates(self) -> list[ChosenRate]:
-        """Return the learning rate with the best mean figure for each arm whose tuning runs are all there.
+        """Return the learning rate with the best mean figure, for each arm with all its tuning runs.
 
-        The first figure decides; where it is the same, as where all answers are right, the next figure of the claims does. A
-        rate at which a run diverged is not chosen.
+        The first figure decides, and at a tie, as where all answers are right, the next primary figure. A rate at which a run
+        diverged is not chosen.
 
         Raises:
             EvaluationError: A run diverged at every rate of an arm, or a record lacks a figure.
@@ -220,7 +216,7 @@ class Study:
         return chosen
 
     def planned(self) -> int:
-        """Return how many runs the study asks for, as far as that is known before every rate is chosen."""
+        """Count the runs that the study asks for, as far as known before every rate is chosen."""
         tuning = self.tuning()
         return len(tuning) + self._reported(self._best(tuning))
 
@@ -278,7 +274,7 @@ class Study:
 
         Args:
             at_once: Number of runs that train at the same time; each gets an equal share of the threads.
-            only: Arms whose runs are trained; all by default.
+            only: Arms to train; all by default.
 
         Raises:
             EvaluationError: a run has not all figures that are planned.
@@ -304,7 +300,7 @@ class Study:
         return self.write_index()
 
     def _train(self, runs: Sequence[PlannedRun], folder: Path, at_once: int, device: str) -> bool:
-        """Train the runs that are missing. Return whether there were any."""
+        """Train the missing runs. Return whether there were any."""
         missing = {run.identity: run for run, file in zip(runs, self.files(runs), strict=True) if file is None}
         if not missing:
             return False
@@ -331,8 +327,6 @@ class Study:
             record = replace(record, recipe=portable(run.recipe), data_sha256=prepared.data_sha256)
             self.store.add(run, record)
             self.write_index()
-            for other in jobs:
-                other.expected_seconds = self.store.seconds(by_folder[other.folder], here)
 
         def alike(data_sha256: str) -> Iterator[Path]:
             """The folders of this study's runs by the same code on the same machine, as their records say."""
@@ -356,10 +350,10 @@ class Study:
                 folder=where,
                 shards=prepared.shards.folders,
                 steps=run.recipe.training.steps,
+                flops=prepared.recipe.train_flops,
                 threads=threads,
                 device=device,
                 prepare=partial(share, where, prepared),
-                expected_seconds=self.store.seconds(run, here),
                 done=is_done(where, prepared.recipe, prepared.tasks),
                 may_diverge=not self._alone,
             )
@@ -373,5 +367,5 @@ class Study:
 
 
 def _on_same_data(run: PlannedRun) -> tuple[object, ...]:
-    """Return what runs have in common that are compared with one another."""
+    """Return the key of runs that are compared with one another."""
     return run.seed, place(run.point), run.arm if run.is_tuning else None
