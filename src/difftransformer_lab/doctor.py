@@ -70,7 +70,7 @@ def _examine(backend: Backend, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def _check(backend: Backend, device: torch.device, dtype: torch.dtype) -> CheckOutcome | None:
-    """Check a backend on all trials that there is time for, with new tensors full of NaN, but for those that C++ makes."""
+    """Check a backend on as many trials as there is time for. New tensors are full of NaN, except those made in C++."""
     start, worst = time.monotonic(), 0.0
     for trial in TRIALS:
         with warnings.catch_warnings(action="ignore"), _deterministic():
@@ -114,7 +114,7 @@ def _seconds(name: str, inputs: list[torch.Tensor]) -> float:
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
-    """Return what a bug report needs to say of this machine."""
+    """Describe this machine for a bug report."""
     facts = {"difftransformer": __version__, "python": platform.python_version(), "platform": platform.platform()}
     for package in ("torch", "transformers", "safetensors", "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):

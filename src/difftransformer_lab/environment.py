@@ -52,7 +52,7 @@ def command_line() -> str:
 
 
 def foreign_cpu_share() -> Callable[[], float | None]:
-    """Return a function that tells which share of the CPU time other processes have taken since now; None if not Linux."""
+    """Return a function that measures the share of CPU time that other processes take from now on; None off Linux."""
     begun, before = time.monotonic(), foreign_cpu_seconds()
 
     def share() -> float | None:
@@ -63,7 +63,7 @@ def foreign_cpu_share() -> Callable[[], float | None]:
 
 
 def foreign_cpu_seconds() -> float | None:
-    """Return the CPU seconds of all cores that other processes and other machines took since the start; None if not Linux."""
+    """Return the CPU seconds that other processes and other machines took since the start; None off Linux."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
@@ -86,17 +86,13 @@ def commit() -> str:
 
 
 def _changed(folder: Path) -> str:
-    """Return what differs from the commit: tracked files but records, which studies write, and new code and recipes."""
+    """List the changes against the commit: tracked files except records, which studies write, and new code and recipes."""
     tracked = git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs/results")
     return tracked or git(folder, "status", "--porcelain", "--", ":/src", ":/recipes")
 
 
 def check_committed() -> None:
-    """Check that a checkout's code is that of a commit which a branch or a tag holds, as what a record names must be.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Check that the code is committed, and that a branch or tag holds the commit: records name it."""
     here, folder, again = commit(), Path(__file__).parent, "then start the study again: its records name a commit"
     if here.endswith("-dirty"):
         _, changed = (_changed(folder) or "M code").splitlines()[0].split(maxsplit=1)
@@ -110,12 +106,7 @@ def check_committed() -> None:
 
 
 def git(folder: Path, *words: str) -> str:
-    """Return what git prints in a folder.
-
-    Raises:
-        OSError: There is no git.
-        subprocess.SubprocessError: It failed, or took more than 10 seconds.
-    """
+    """Run git in a folder and return its output. Raises OSError without git, SubprocessError if it fails or takes 10 s."""
     command = ["git", "--no-optional-locks", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 

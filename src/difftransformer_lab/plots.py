@@ -118,7 +118,7 @@ def line_style(index: int) -> dict[str, Any]:
 def arm_styles(arms: Sequence[str], reference: str) -> dict[str, dict[str, Any]]:
     """Return colour, dash and marker of each arm of a study: the reference is grey, and no other arm has its colour.
 
-    Arms with a place in `ARM_COLOURS` have it in every study; the others take the free ones in their order.
+    Arms in `ARM_COLOURS` keep their place in every study; the rest take free places in order.
     """
     palette = COLOURS + MORE_COLOURS
     known = [arm for arm in arms if arm in ARM_COLOURS and arm != reference]
@@ -135,7 +135,7 @@ def arm_styles(arms: Sequence[str], reference: str) -> dict[str, dict[str, Any]]
 
 
 def panels(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, np.ndarray]:
-    """Return a figure as wide as a page with its panels, (rows, columns); `options` are those of `Figure.subplots`."""
+    """Return a figure as wide as a page with its panels, (rows, columns); `options` go to `Figure.subplots`."""
     figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 

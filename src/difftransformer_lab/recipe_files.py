@@ -1,4 +1,4 @@
-"""Recipes, studies, plans and suites as YAML files: those of the user, and those that are shipped.
+"""Recipes, studies, plans and suites as YAML files, of the user or shipped with the package.
 
 They are checked here before anything heavy is imported, so that a mistake is answered at once.
 """
@@ -16,7 +16,7 @@ def shipped_recipes(kind: str = ".") -> dict[str, Path]:
     """Recipes that come with the package, by name: beside its modules in a wheel, at the top of a source tree.
 
     Args:
-        kind: Folder below that of the recipes for training.
+        kind: Subfolder; by default the recipes for training.
     """
     package = Path(__file__).parent
     folders = [folder for folder in (package / "recipes", package.parents[1] / "recipes") if folder.is_dir()]
@@ -24,11 +24,7 @@ def shipped_recipes(kind: str = ".") -> dict[str, Path]:
 
 
 def read_recipe(path: Path | str) -> dict[str, Any]:
-    """Read a recipe as plain data, or one that is shipped by its name; see `read_mapping`.
-
-    Raises:
-        ConfigError: no such file, not a YAML mapping, or a name that cannot name a folder.
-    """
+    """Read a recipe as plain data, or one that is shipped by its name; see `read_mapping`."""
     shipped = shipped_recipes() | shipped_recipes("paper")
     document = read_mapping(path, shipped, "a recipe is a mapping with name, model, data and training")
     if isinstance(document.get("name"), str):
@@ -52,9 +48,6 @@ def read_mapping(path: Path | str, shipped: dict[str, Path], expected: str) -> d
         path: The file, or a name in `shipped`.
         shipped: Files that come with the package.
         expected: What is said where the file holds no mapping.
-
-    Raises:
-        ConfigError: no such file, or not a YAML mapping.
     """
     path = shipped.get(str(path), Path(path))
     try:

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -64,19 +64,11 @@ class Table:
         writer.writerows(self.rows)
         return printable(buffer.getvalue())
 
-    def markdown(self, links: Mapping[str, str] | None = None) -> str:
-        """Return the table as Markdown, with its cells folded, and its notes.
-
-        Args:
-            links: Addresses by the text of a cell.
-        """
-        links = links or {}
+    def markdown(self) -> str:
+        """Return the table as Markdown, with its cells folded, and its notes."""
         titles = [group.title.replace("|", "\\|") for group in self.groups]
         marks = ["---:" if group.numeric else "---" for group in self.groups]
-        rows = [
-            [f"[{cell}]({links[cell]})" if cell in links else cell.replace("|", "\\|") for cell in row]
-            for row in self.folded()
-        ]
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in self.folded()]
         lines = [f"| {' | '.join(row)} |" for row in (titles, marks, *rows)]
         return printable("\n".join([*lines, *([""] if self.notes else []), " ".join(self.notes)]).rstrip() + "\n")
 

@@ -25,7 +25,7 @@ class Compared:
         statistic: Mean and standard error over all seeds of the arm.
         runs: Number of the arm's runs that have the figure, at all points together where `point` is empty.
         difference: The arm minus the reference over the seeds that both have on the same data; None for the reference itself.
-        differences: The same of each of these seeds.
+        differences: The difference of each seed.
         reached: Number of `runs` that reached the level of a curve; None for other figures.
         is_censored: Whether no run of the arm or of the reference reached the level, so that the difference says nothing.
     """
@@ -61,14 +61,9 @@ class Compared:
         low, high = (self.difference.low, self.difference.high) if self.difference else (None, None)
         return low is not None and high is not None and not low <= 0 <= high
 
-    @property
-    def is_over_items(self) -> bool:
-        """Whether the interval is over evaluation items, and says nothing of another training seed."""
-        return self.difference is not None and self.difference.interval_method.endswith("over items")
-
 
 def compare(records: Records) -> list[Compared]:
-    """Return every figure of every arm at every point, those of a study with axes also as means over the points."""
+    """Compare every figure of every arm at every point; with several points also their means."""
     points: list[Point] = [(), *(records.points if records.has_settings else [])]
     every = product(records.index.figures, points, records.index.arms)
     compared = (_compared(records, figure, point, arm) for figure, point, arm in every)
@@ -99,7 +94,7 @@ def timed_seeds(records: Records, arm: str, reference: str, point: Point) -> lis
 
 
 def in_direction(values: Iterable[float], mean: float) -> int:
-    """Return how many values lie on the same side of zero as their mean, or are zero as it is."""
+    """Count the values on the same side of zero as their mean; zeros count if the mean is zero."""
     return sum(value * mean > 0 or value == mean == 0 for value in values)
 
 
@@ -151,6 +146,6 @@ def _values(records: Records, figure: StudyFigure, point: Point, arm: str) -> di
 
 
 def _runs(records: Records, figure: StudyFigure, point: Point, arm: str) -> tuple[int, int | None]:
-    """Return how many runs of an arm have a figure, and how many of them reached its level if it has one."""
+    """Count the runs of an arm with a figure, and the runs that reached its level; None for a figure without a level."""
     runs = [one for place in records.places(point) for one in records.numbers(figure, arm, place).values()]
     return len(runs), None if figure.reaches is None else sum(one.reached == 1 for one in runs)

@@ -70,10 +70,10 @@ def styles_of(records: Records) -> Styles:
 
 
 @matplotlib.rc_context(STYLE)
-def draw_arms(records: Records, rows: Sequence[Compared], figures: Sequence[StudyFigure] = ()) -> Drawing | None:
-    """Draw the difference of every arm to the reference, a panel for each figure (all unless named); means over settings."""
+def draw_arms(records: Records, rows: Sequence[Compared]) -> Drawing | None:
+    """Draw the difference of every arm to the reference, a panel for each figure; means over settings."""
     told = [row.figure for row in rows if row.difference and not row.point and not row.is_censored]
-    figures = [figure for figure in figures or records.index.figures if figure in told]
+    figures = [figure for figure in records.index.figures if figure in told]
     if not figures:
         return None
     arms, styles = records.others, styles_of(records)
@@ -92,7 +92,7 @@ def draw_arms(records: Records, rows: Sequence[Compared], figures: Sequence[Stud
         _draw_panel(ax, records, rows, figure, styles)
         _name_rows(ax, labels)
         ax.locator_params(axis="x", nbins=5 if is_wide else 4)
-        ax.set_title(f"{above}\n({_better_words(figure)})", loc="left", fontsize=9.5)
+        ax.set_title(f"{above}\n({figure.better} is better)", loc="left", fontsize=9.5)
         ax.set_xlabel(words)
     return finish("arms", "Every model against the reference", ARMS, canvas, False)
 
@@ -163,7 +163,7 @@ def _draw_row(
 
 @matplotlib.rc_context(STYLE)
 def draw_axes(records: Records, rows: Sequence[Compared], figure: StudyFigure) -> Drawing | None:
-    """Draw a figure over the axes: the axis with the most values along x, a panel for each setting of the others."""
+    """Draw a figure over the axes: the axis with the most values along x, a panel for each setting of the other axes."""
     axes = records.index.axes
     if not any(row.figure is figure and row.point for row in rows):
         return None
@@ -366,7 +366,7 @@ def draw_scaling(records: Records, scaling: Scaling) -> Drawing | None:
 def _draw_panel(ax: Axes, records: Records, rows: Sequence[Compared], figure: StudyFigure, styles: Styles) -> None:
     """Draw one figure's differences; the single seeds decide the range, and longer intervals end in an arrow.
 
-    Of one seed, whose interval is over items, the interval decides.
+    With one seed the interval, which is over items, decides.
     """
     drawn = []
     for line, arm in enumerate(records.others):
@@ -390,7 +390,7 @@ def _lines(text: str) -> int:
 
 
 def _used(grid: np.ndarray, count: int) -> list[Axes]:
-    """Return the first panels, and hide the others."""
+    """Return the first `count` panels and hide the rest."""
     for ax in grid.flat[count:]:
         ax.set_visible(False)
     return list(grid.flat[:count])
@@ -401,10 +401,6 @@ def _label_axes(grid: np.ndarray, x: str, y: str) -> None:
         line[0].set_ylabel(y)
     for ax in grid[-1]:
         ax.set_xlabel(x)
-
-
-def _better_words(figure: StudyFigure) -> str:
-    return f"{figure.better} is better"
 
 
 def _handles(records: Records, styles: Styles) -> list[Line2D]:
@@ -441,11 +437,7 @@ def _by_position(records: Records, arm: str, point: Point, task: str) -> dict[tu
 
 
 def _common_values(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps that every curve has, and a row of values for each curve.
-
-    Raises:
-        ResultsError: a curve whose steps and values differ in number.
-    """
+    """Return the steps that every curve has, and a row of values for each curve."""
     for curve in curves:
         if (steps_there := len(curve.steps)) != (values_there := len(curve.values)):
             raise ResultsError(f"a curve has {steps_there} steps but {values_there} values; run the command again")

@@ -59,7 +59,7 @@ class Records:
 
     Attributes:
         runs: Compared runs, by arm, point and seed.
-        files: File of each of these runs, relative to the index's folder.
+        files: File of each run, relative to the index's folder.
         tuning: Runs that chose a learning rate.
     """
 
@@ -157,7 +157,7 @@ class Records:
         return self.runs.get((arm, point), {})
 
     def ended(self, arm: str, point: Point) -> dict[int, RunRecord]:
-        """Return the runs of an arm at a point by seed, without those that diverged: their curves and times are of a part."""
+        """Return the runs of an arm at a point by seed. Diverged runs, with curves and times of a part, are left out."""
         return {seed: run for seed, run in self.at(arm, point).items() if run.diverged_after is None}
 
     def words(self, point: Point) -> str:
@@ -195,7 +195,7 @@ def read_records(path: Path | str) -> Records:
 
 
 def find_studies(path: Path | str) -> list[Path]:
-    """Return the indexes of studies at a path: itself, those in a study's folder, or those in a folder of studies."""
+    """List the study indexes at a path: a file, the folder of one study, or a folder of studies."""
     path = Path(path)
     if not path.is_dir():
         return [path]

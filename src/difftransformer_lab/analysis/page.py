@@ -43,7 +43,6 @@ class Section:
         details: Long tables that the reader opens.
         texts: Heading and preformatted text, which the reader opens.
         links: Addresses of other pages beside this one, by the text of a cell of the section's tables.
-        frame: Address of a page beside this one that is shown in a frame.
     """
 
     slug: str
@@ -55,7 +54,6 @@ class Section:
     texts: Sequence[tuple[str, str]] = ()
     gaps: Sequence[str] = ()
     links: Mapping[str, str] = field(default_factory=dict)
-    frame: str = ""
 
     @property
     def every_table(self) -> list[tuple[Table, bool]]:
@@ -81,18 +79,11 @@ class Page:
         return [gap if slug == MISSING else f"{slug}: {gap}" for slug, gap in every]
 
 
-def no_gap(text: str) -> None:
-    """Take note of no gap."""
-
-
-def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = no_gap) -> Path:
+def write_page(page: Page, folder: Path) -> Path:
     """Write `index.html`, `figures/*.svg`, and each table as CSV and Markdown in `tables/`.
 
     The page needs nothing beside itself: style and figures are inside it, and it has no scripts and no addresses. The
     same results give the same bytes. `index.html` is written last, and each file complete or not at all.
-
-    Args:
-        on_gap: Called with each figure that the page lacks.
     """
     environment = Environment(
         loader=FileSystemLoader([Path(__file__).parent, Path(__file__).parents[1]]),
@@ -113,23 +104,25 @@ def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = no_g
         for suffix, made in zip(TABLE_SUFFIXES, (table.csv(), table.markdown()), strict=True):
             write_text_atomically(folder / "tables" / f"{table.name}.{suffix}", made)
     write_text_atomically(folder / "index.html", text)
-    for gap in page.gaps:
-        on_gap(gap)
     return folder / "index.html"
 
 
-def write_studies(studies: Sequence[StudyAnalysis], folder: Path, *, on_gap: Callable[[str], None] = no_gap) -> Path:
-    """Write the page of each study, `NAME-PRESET/index.html`, and a list of them, `index.html`, whose path is returned."""
+def write_studies(studies: Sequence[StudyAnalysis], folder: Path) -> tuple[Path, list[str]]:
+    """Write the page of each study, `NAME-PRESET/index.html`, and a list of them.
+
+    Returns:
+        The path of the list, and what the pages lack.
+    """
+    gaps = []
     for study in studies:
-        slug = study.records.slug
-        write_page(study_page(study), folder / slug, on_gap=lambda gap, slug=slug: on_gap(f"{slug}: {gap}"))  # type: ignore[misc]
+        page, slug = study_page(study), study.records.slug
+        write_page(page, folder / slug)
+        gaps += [f"{slug}: {gap}" for gap in page.gaps]
     rows = [[one.records.slug, one.records.index.question, *_progress(one.records)] for one in studies]
     table = Table("studies", "Studies", (*names("study", "question"), *names("runs", "of")), rows)
     links = {one.records.slug: f"{one.records.slug}/index.html" for one in studies}
-    return write_page(
-        Page(title="Studies", sections=[Section(slug="studies", title="All studies", tables=[table], links=links)]),
-        folder,
-    )
+    section = Section(slug="studies", title="All studies", tables=[table], links=links)
+    return write_page(Page(title="Studies", sections=[section]), folder), gaps
 
 
 def study_page(study: StudyAnalysis) -> Page:
@@ -285,7 +278,7 @@ def recipe_text(recipe: dict[str, Any]) -> str:
 
 
 def _task_sections(records: Records) -> list[Section]:
-    """Return a section for each task whose whole results are kept, pooled over the seeds of the last setting."""
+    """Make a section for each task with whole results, pooled over the seeds of the last setting."""
     by_task: dict[str, list[Pooled]] = {}
     for arm in records.index.arms:
         runs = records.at(arm.name, records.points[-1]).values()
@@ -337,7 +330,7 @@ def _tables(slug: str, title: str, *shown: Table | None) -> Section:
 
 
 def _or_gap(gaps: list[str], what: str, make: Callable[[], T]) -> T | None:
-    """Return what `make` returns; if it fails, add a gap, so that one broken figure does not cost the page."""
+    """Call `make`. If it fails, note a gap: one broken figure must not cost the page."""
     try:
         return make()
     except Exception as error:

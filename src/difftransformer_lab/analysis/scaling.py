@@ -58,7 +58,7 @@ class Amount:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What an arm needs for the loss of the reference at one setting of it.
+    """What an arm needs to reach the reference's loss at one setting.
 
     Attributes:
         fit: By the fitted power laws.
@@ -140,11 +140,7 @@ def interpolate(n: np.ndarray, losses: np.ndarray, loss: np.ndarray) -> np.ndarr
 
 
 def scaling_of(records: Records) -> Scaling:
-    """Fit the losses of every arm over size, at the most tokens, and over tokens, at the largest size.
-
-    Raises:
-        ResultsError: The study has no axes `size` and `tokens`.
-    """
+    """Fit the losses of every arm over size, at the most tokens, and over tokens, at the largest size."""
     trends: list[Trend] = []
     needs: list[Need] = []
     gaps: list[str] = []

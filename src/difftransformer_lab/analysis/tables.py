@@ -386,7 +386,7 @@ def laws_table(scaling: Scaling) -> Table:
 
 
 def arms_table(records: Records) -> Table:
-    """Return what each arm is, where its recipe differs from the others', its size, and its cost by formula."""
+    """Describe each arm: what it is, the keys of its recipe that differ, its size, and its cost by formula."""
     recipes = {arm.name: _flat(run.recipe) for arm, _, _, run in reversed([*records.every_run()])}
     keys = sorted({key for recipe in recipes.values() for key in recipe})
     compared = [key for key in keys if key.rpartition(".")[2] not in _UNCOMPARED]

@@ -150,7 +150,7 @@ def corrected_pairs(by_task: Mapping[str, Sequence[Pair]]) -> dict[str, list[Pai
 
 
 def pairs_table(label: str, rows: Sequence[Pair]) -> Table | None:
-    """Build the table of a task's pairs, whose p-values are corrected; None without any."""
+    """Build the table of a task's pairs with corrected p-values; None without pairs."""
     if not rows:
         return None
     words = {"first": "first higher", "second": "second higher", "undecided": "undecided", "unknown": "no interval"}
@@ -183,7 +183,7 @@ Outcome = Literal["first", "second", "undecided", "unknown"]
 
 
 def favoured(difference: PairedDifference) -> Outcome:
-    """Return which side of a difference is higher, if its interval and its p-value after Holm's correction tell them apart."""
+    """Say which side is higher, if the interval and the p-value after Holm's correction tell them apart."""
     low, high, p = difference.low, difference.high, difference.p_holm
     if low is None or high is None:
         return "unknown"
@@ -193,7 +193,7 @@ def favoured(difference: PairedDifference) -> Outcome:
 
 
 def holm_note(differences: Iterable[PairedDifference]) -> str:
-    """Return the note of a table whose p-values are corrected for the number of comparisons on the page."""
+    """Explain, below a table, how its p-values are corrected for the comparisons of the page."""
     comparisons = max((one.comparisons or 0 for one in differences), default=0)
     if not comparisons:
         return "Undecided: the interval holds zero."
@@ -240,7 +240,7 @@ def _count(row: Measurement) -> str:
 
 
 def _value(row: Measurement) -> str:
-    """Return a value and its uncertainty with the same decimals: those of one digit of the uncertainty."""
+    """Format a value with its uncertainty, rounded to one digit of the uncertainty."""
     if row.low is not None and row.high is not None:
         decimals = max(2, _decimals((row.high - row.low) / 2))
         return f"{row.value:.{decimals}f} [{row.low:.{decimals}f}, {row.high:.{decimals}f}]"
@@ -251,7 +251,7 @@ def _value(row: Measurement) -> str:
 
 
 def _decimals(uncertainty: float) -> int:
-    """Return the decimals of the first significant digit of a number, once it is rounded; at least 0."""
+    """Return the number of decimals that shows the first significant digit, at least 0."""
     return max(0, -int(f"{uncertainty:.0e}".partition("e")[2]))
 
 
@@ -275,7 +275,7 @@ def pooled(results: Sequence[TaskResult], label: str) -> Pooled:
 
     Figures are means over seeds with their standard error over seeds, and shares of right answers have Student's t interval
     over seeds, as far as it lies inside [0, 1]; seeds that all agree give none. With one seed, errors and intervals are
-    those over items.
+    over items.
     """
     first, *others = results
     tables = [{(row.name, *row.at.items()): row for row in result.measurements} for result in results]

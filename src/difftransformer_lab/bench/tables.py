@@ -19,7 +19,7 @@ def time_tables(bench: Bench, pairs: Sequence[Pair] = ()) -> list[Table]:
     """Make a table for each kind of work that was timed, with a row for each shape and a column for each ratio.
 
     Args:
-        pairs: Further ratios, each a title, an implementation, and others, the fastest of which it is divided by.
+        pairs: Further ratios: a title, an implementation, and the implementations of which the fastest is the base.
     """
     works = grouped((row for row in bench.rows if row.timing), lambda row: (row.part, row.work))
     return [_table(part, work, rows, pairs) for (part, work), rows in works.items()]

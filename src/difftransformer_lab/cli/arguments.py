@@ -90,7 +90,7 @@ def parser_of(prog: str, description: str, module: ModuleType, own: type | None)
 
 
 def help_page(parser: ArgumentParser, own: type | None = None) -> str:
-    """Describe a verb. With options of its own it describes those, and only names the flags that it shares."""
+    """Describe a verb. A verb with options of its own describes them, and only names the shared flags."""
     named = {field.name for field in dataclasses.fields(own)} if own else set()
     actions = [action for action in parser._actions if action.dest != "help"]
     positional = [action for action in actions if not action.option_strings]
@@ -122,11 +122,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def read_words(parser: ArgumentParser, words: list[str]) -> dict[str, Any]:
-    """Parse the words of a verb.
-
-    Raises:
-        ConfigError: A word is unknown, missing or no such value.
-    """
+    """Parse the words of a verb."""
     try:
         values: dict[str, Any] = parser.parse_args(_normal(parser, words)).as_dict()
     except ArgumentError as error:

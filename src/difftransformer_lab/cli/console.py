@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,7 @@ def show_next(*words: object) -> None:
 
 
 def show_table(table: "Table") -> None:
-    """Print a table. Columns without room beside the others stand below them, with the first column once more."""
+    """Print a table. Columns that do not fit follow below it, beside a copy of the first column."""
     rows = table.folded()
     for number, columns in enumerate(_parts(table, rows)):
         # Brackets in names are no markup.
@@ -113,19 +113,11 @@ def complain(text: str) -> None:
     print(printable_line(text), file=sys.stderr)
 
 
-class Gaps:
-    """Reports what is missing from a page or result, on standard error and by the exit status."""
-
-    def __init__(self, verb: str) -> None:
-        self.verb, self.count = verb, 0
-
-    def __call__(self, gap: str) -> None:
-        self.count += 1
-        complain(f"difftransformer {self.verb}: missing: {' '.join(gap.split())}")
-
-    @property
-    def status(self) -> int:
-        return EXIT_ERROR if self.count else 0
+def told_gaps(verb: str, gaps: Sequence[str]) -> int:
+    """Print what is missing from a page or a result, and return the exit status."""
+    for gap in gaps:
+        complain(f"difftransformer {verb}: missing: {' '.join(gap.split())}")
+    return EXIT_ERROR if gaps else 0
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from difftransformer.errors import ConfigError
 from difftransformer.sources import check_model, shipped_models
 
 from ..results import TaskResult, summary_rows
-from .console import Gaps, resumable, show, show_next, show_table
+from .console import resumable, show, show_next, show_table, told_gaps
 from .members import run_together
 from .progress import evaluation_progress
 
@@ -64,13 +64,10 @@ def run(
 def _show(model: str, title: str, results: dict[str, TaskResult], folder: Path) -> int:
     from ..table import Table, columns
 
-    gaps = Gaps("eval")
-    for label, result in results.items():
-        for gap in result.gaps:
-            gaps(f"{label}: {gap}")
+    gaps = [f"{label}: {gap}" for label, result in results.items() for gap in result.gaps]
     rows = [[name, value] for result in results.values() for name, value in summary_rows(result)]
     show_table(Table("measures", title, columns("measure", "value"), rows))
     show(f"Results: {folder}")
-    if not gaps.count:
+    if not gaps:
         show_next("maps", model)
-    return gaps.status
+    return told_gaps("eval", gaps)

@@ -14,7 +14,7 @@ from difftransformer.typed import WeightsDtype
 
 from ..evals.tasks import registered_tasks
 from .arguments import check_positive
-from .console import Gaps, resumable, show, show_next, show_table
+from .console import resumable, show, show_next, show_table, told_gaps
 from .members import run_together
 from .progress import evaluation_progress
 
@@ -33,7 +33,7 @@ ARGUMENTS = {
 
 
 def declare(verb: str) -> type | None:
-    """Return the dataclass whose fields a command takes beside the arguments of `run`; a suite has none."""
+    """Return the dataclass of the task's own flags; a suite has none."""
     kind = registered_tasks().get(verb.removeprefix("eval "))
     return None if kind is None else kind.options
 
@@ -128,20 +128,18 @@ def _show_one(result: "TaskResult", stem: Path, verb: str, model: str) -> int:
     show_table(measurement_table([result], brief=True))
     if (paired := pairs_table(name, corrected_pairs({name: task_pairs([result])})[name])) is not None:
         show_table(paired)
-    gaps = Gaps(verb)
-    for gap in result.gaps:
-        gaps(gap)
+    gaps = list(result.gaps)
     try:
         if (picture := write_picture([result], stem.parent / f"{stem.name}.svg")) is not None:
             show(f"Figure: {picture}")
     except OSError:  # such as a full disk
         raise
     except Exception as error:  # such as from undefined figures, which leave too little to draw
-        gaps(f"the figure: {error!r}")
+        gaps.append(f"the figure: {error!r}")
     show(f"Results: {stem.parent / f'{stem.name}.json'}")
-    if not gaps.count:
+    if not gaps:
         show_next("maps", model)
-    return gaps.status
+    return told_gaps(verb, gaps)
 
 
 def _show_all(
@@ -157,9 +155,8 @@ def _show_all(
 
     for results in filter(None, by_task.values()):
         show_table(measurement_table(results, brief=True))
-    gaps = Gaps(verb)
-    page = write_page(suite_page(name, by_task, missing, models), folder, on_gap=gaps)
-    show(f"Report: {page}")
-    if not gaps.count:
+    page = suite_page(name, by_task, missing, models)
+    show(f"Report: {write_page(page, folder)}")
+    if not page.gaps:
         show_next("maps", models[0])
-    return gaps.status
+    return told_gaps(verb, page.gaps)

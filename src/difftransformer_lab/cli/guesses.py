@@ -14,11 +14,7 @@ REPLIES = {
 
 
 def check_guesses(verb: str, words: Sequence[str]) -> None:
-    """Raise the reply to a word that the command does not take.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raise the reply to a word that the command does not take."""
     if verb == "compare" and len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
         models = " ".join(words[:2])
         raise ConfigError(f"it trains the models of one recipe; eval quick {models} compares trained ones")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..table import Table
 
 KERNEL_WIDTHS = (32, 16, 8)
-"""Widths of a matrix must be multiples of one of these for kernels of quantized weights; the first is the common one."""
+"""Kernels of quantized weights need matrix widths that are multiples of one of these, usually the first."""
 
 
 def run(model: str, start: bool = False, processes: int | None = None, set: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The command `difftransformer VERB ...`. Each verb is one file with a function `run`, whose signature is the command line.
+"""The command `difftransformer VERB ...`. Each verb is one file. The signature of its function `run` is the command line.
 
 Nothing heavy is imported before a verb is chosen. Errors of this package are printed on one line with exit status 2; `--debug`
 shows the traceback.
@@ -125,11 +125,7 @@ def _main(words: list[str]) -> int:
 
 
 def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Split the arguments into the verb and the words after it; what follows `eval` may be a task or a suite.
-
-    Raises:
-        ConfigError: There is no such verb or task.
-    """
+    """Split the arguments into the verb and the words after it; what follows `eval` may be a task or a suite."""
     from ..evals.registry import task_help
     from ..recipe_files import shipped_recipes
 

@@ -28,7 +28,7 @@ def run(
         model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
             without custom code, .gguf file, or owner/name on the Hugging Face hub.
         beside: A second model to compare with, such as the twin.
-        out: The page, whose name ends in .html; evals/MODEL/maps.html by default.
+        out: The page, a name that ends in .html; evals/MODEL/maps.html by default.
         tokens: Most tokens of the text, up to 1024. What follows is cut off, and the page says so.
         device: cpu or cuda.
         dtype: Dtype of the weights; auto keeps the one in which they were saved.

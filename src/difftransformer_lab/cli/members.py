@@ -1,6 +1,6 @@
 """Commands that several processes run: started by `--processes`, or by torchrun.
 
-A process that fails says why and ends, and torchrun ends the others.
+A process that fails says why and ends; torchrun then ends the rest.
 """
 
 import logging
@@ -76,10 +76,7 @@ def run_together(
 def launch(count: int, words: list[str]) -> int:
     """Run `python -m difftransformer_lab WORDS` in `count` processes that find each other, and return the exit status.
 
-    If one fails, the others are ended and the status of the first failure is returned.
-
-    Raises:
-        DiffTransformerError: A process was killed, so it could not say why it ended.
+    If one fails, the rest are ended and the status of the first failure is returned.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -7,7 +7,7 @@ from difftransformer.errors import ResultsError
 from ..analysis import StudyAnalysis, read_studies
 from ..analysis.page import study_page, write_page, write_studies
 from ..analysis.tables import brief_table
-from .console import Gaps, show, show_table
+from .console import show, show_table, told_gaps
 
 STUDIES = "reports/studies"
 """Folder of studies, unless a command names another."""
@@ -30,15 +30,15 @@ def run(results: str, out: str | None = None) -> int:
         return show_study(studies[0], Path(out) if out else first.path.parent, "report")
     if path.is_file() or len(studies) == 1:
         return show_study(studies[0], Path(out) if out else Path(STUDIES) / first.slug, "report")
-    gaps = Gaps("report")
-    show(f"Report: {write_studies(studies, Path(out or STUDIES), on_gap=gaps)}")
-    return gaps.status
+    path, missing = write_studies(studies, Path(out or STUDIES))
+    show(f"Report: {path}")
+    return told_gaps("report", missing)
 
 
 def show_study(study: StudyAnalysis, folder: Path, verb: str) -> int:
     """Write a study's page and print its findings, as the end of the command `verb`."""
-    gaps = Gaps(verb)
-    page = write_page(study_page(study), folder, on_gap=gaps)
+    page = study_page(study)
+    path = write_page(page, folder)
     show_table(brief_table(study))
-    show(f"Report: {page}\nResults: {study.records.path}")
-    return gaps.status
+    show(f"Report: {path}\nResults: {study.records.path}")
+    return told_gaps(verb, page.gaps)

@@ -35,12 +35,7 @@ def is_text(path: Path) -> bool:
 
 
 def write_recipe(text: Path) -> Path:
-    """Write a recipe for a text to the current folder, and return its path; one that is there stays.
-
-    Raises:
-        ConfigError: The folder holds a model.
-        DataError: There is no text, or too little to hold some of it out.
-    """
+    """Write a recipe for a text to the current folder, and return its path; one that is there stays."""
     from difftransformer.data.text import check_split
 
     if (text / "config.json").is_file():

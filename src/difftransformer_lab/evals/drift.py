@@ -28,9 +28,6 @@ def measure_drift(source: Path | str, target: Path | str, ids: Tensor, *, greedy
     Args:
         ids: (N,) token ids of a text, N at least 2, read in windows of WINDOW_TOKENS.
         greedy_tokens: Number of tokens to continue the first half of the first window with, greedily.
-
-    Raises:
-        DataError: There are fewer than 2 tokens.
     """
     if ids.numel() < 2:
         raise DataError(f"{ids.numel()} tokens of text: a comparison needs at least 2; give a longer text")

@@ -35,7 +35,7 @@ class TaskSpec:
     Attributes:
         task: Name of the task.
         label: Name in the report and of its files; the task's name by default.
-        options: Fields of the task's Options; the others keep their defaults.
+        options: Fields of the task's Options; the rest keep their defaults.
     """
 
     task: str
@@ -60,11 +60,7 @@ class TaskSpec:
 
 
 def check_specs(specs: Sequence[TaskSpec]) -> None:
-    """Refuse tasks that share a name, names that cannot name files, and options that a task does not take.
-
-    Raises:
-        ConfigError: one of these.
-    """
+    """Refuse tasks that share a name, names that cannot name files, and options that a task does not take."""
     for name, times in Counter(spec.name for spec in specs).items():
         if times > 1:
             raise ConfigError(f"{name!r} is given twice; give labels")
@@ -75,7 +71,7 @@ def check_specs(specs: Sequence[TaskSpec]) -> None:
 
 
 def context_of(model: OpenedModel) -> TaskContext:
-    """Return what tasks are drawn for: a model of a run knows the text that the run held out."""
+    """Make the context of tasks. A model in a run's folder knows the text that the run held out."""
     path, asked = Path(model.identity.name), model.language_model
     recipe = (path.parent.parent if path.parent.name == "checkpoints" else path) / RECIPE_FILE
     bound = getattr(asked, "bound", None)
@@ -107,7 +103,7 @@ def evaluate_task(
         task: The task, if it has been drawn.
         title: Title of the progress; the task's name by default.
         replace_others: Whether to replace answers of another model or to other questions (see `run_task`).
-        processes: This process and the others that take part, each with the model. The first one writes.
+        processes: All processes that take part, each with the model. The first one writes.
 
     Raises:
         ConfigError: There is no such task.

@@ -45,9 +45,6 @@ def open_language_model(
         context_tokens: Largest number of tokens in a row. Defaults to the model's number of positions.
         prefix_caching: Whether prompts with a common prefix compute it once.
         accelerated: Whether a DiffLlama stays accelerated (see `accelerate`).
-
-    Raises:
-        CheckpointError: The model or its tokenizer is missing, damaged or cannot be opened, or the two do not match.
     """
     with source_folder(model) as folder, quietly():
         theirs = open_tokenizer(folder)

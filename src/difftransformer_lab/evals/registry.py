@@ -41,7 +41,7 @@ class TaskKind:
         name: Name on the command line, in suites and in results files; for a task of this package the name of its file.
         doc: Text whose first line, without its full stop, stands in `difftransformer --help`; for a task of this package the
             docstring of its file.
-        options: Dataclass whose fields are the flags of the command; its docstring describes them.
+        options: Dataclass of the command's flags; its docstring describes them.
         make: Called with the options and a `prompts.texts.TaskContext`; returns an `engine.Task`.
         draw: Draws the results of one or more models and returns title, caption and figure; None where a table says it all.
         contrasts: Names pairs of item figures of one result that are compared with each other; None where there are none.
@@ -63,16 +63,12 @@ def register(kind: TaskKind) -> None:
 
 
 def registered_tasks() -> dict[str, TaskKind]:
-    """Return the registered tasks in alphabetical order. Importing `evals.tasks` registers those of this package."""
+    """Return the registered tasks in alphabetical order. Importing `evals.tasks` registers this package's own."""
     return dict(sorted(_registered.items()))
 
 
 def task_kind(name: str) -> TaskKind:
-    """Return the task with this name.
-
-    Raises:
-        ConfigError: no such task is registered.
-    """
+    """Return the task with this name."""
     if name not in _registered:
         raise ConfigError(f"no task {name!r}; choose one of {', '.join(registered_tasks())}")
     return _registered[name]
@@ -93,11 +89,7 @@ def refused(options: object, names: str, advice: str) -> ConfigError:
 
 
 def at_least(options: object, least: int, *names: str) -> None:
-    """Check that options are at least `least`; None passes, and a list is checked item by item.
-
-    Raises:
-        ConfigError: An option is smaller.
-    """
+    """Check that options are at least `least`; None passes, and a list is checked item by item."""
     for name in names:
         value = getattr(options, name)
         if any(one is not None and one < least for one in (value if isinstance(value, list) else [value])):

@@ -40,11 +40,7 @@ class Suite:
 
 
 def load_suite(preset: str) -> Suite:
-    """Read a suite from a file, or one of this package by its name, and check every option.
-
-    Raises:
-        ConfigError: There is no such file, task or option.
-    """
+    """Read a suite from a file, or one of this package by its name, and check every option."""
     document = read_mapping(preset, shipped_recipes("suites"), "a suite is a mapping with name and tasks")
     return build(Suite, document, source=preset, error=ConfigError)
 
@@ -59,18 +55,15 @@ def run_suite(
 ) -> tuple[dict[str, list[TaskResult]], list[tuple[str, str, str]]]:
     """Run every task on every model; results that are already in the folder are not computed again.
 
-    A result holds as long as the model, the options and the content of the data are the same. A task that cannot be run, such
-    as one whose data is not available, does not stop the others, and neither does a model that cannot be opened.
+    A result holds as long as the model, the options and the content of the data are the same. A task that cannot be run, for
+    want of its data say, does not stop the rest, and neither does a model that cannot be opened.
 
     Args:
         folder: Results go to FOLDER/models/MODEL/NAME.json.
-        processes: This process and the others, each with the model. The first one writes.
+        processes: All processes, each with the model. The first one writes.
 
     Returns:
         Results by task, in the order of the models; and task, model and reason of what was not run.
-
-    Raises:
-        DiffTransformerError: No model can be opened, or no task can be run on any.
     """
     results: dict[str, list[TaskResult]] = {task.name: [] for task in suite.tasks}
     missing: list[tuple[str, str, str]] = []

@@ -30,11 +30,7 @@ class LayerMaps:
 
     @classmethod
     def of(cls, maps: list[Tensor], lam: Tensor | None) -> "LayerMaps":
-        """Take the (1, H, T, T) maps of a layer and its lambda, which can be broadcast to (1, H, T).
-
-        Raises:
-            EvaluationError: A weight is not finite, or a token reads a later one.
-        """
+        """Take the (1, H, T, T) maps of a layer and its lambda, which can be broadcast to (1, H, T)."""
         square = torch.stack([one[0].float() for one in maps], 1).cpu()
         if not bool(square.isfinite().all()):
             raise EvaluationError("some attention weights are not finite in this dtype; use --dtype fp32")
@@ -51,9 +47,6 @@ def capture(model: Any, ids: Tensor) -> list[LayerMaps]:
     Args:
         model: A causal language model with the interface of transformers.
         ids: (1, T) token ids, on the model's device.
-
-    Raises:
-        EvaluationError: The model neither forms its maps by the equations nor returns them, or they are not causal.
     """
     layers: list[LayerMaps] = []
 

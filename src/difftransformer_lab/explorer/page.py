@@ -124,7 +124,7 @@ def maps(
 
 
 def packed(layers: list[LayerMaps], facts: Mapping[str, Any]) -> str:
-    """Return the base85 block of a model, whose JSON text has these facts about it beside its layers."""
+    """Pack a model into a base85 block. Its JSON text holds `facts` and the layers."""
     rows = range(len(layers[0].rows))
     lambdas = [_short(one.lam) for one in layers]
     shapes = [

@@ -17,7 +17,7 @@ class Environment:
     Attributes:
         commit: Commit of the package's source, ending in "-dirty" if files had been changed since.
         compiler: What built the CPU kernels that were used.
-        instruction_set: That of the CPU kernels, such as "avx512_bf16"; of PyTorch's own kernels if those were not used.
+        instruction_set: Of the CPU kernels, such as "avx512_bf16"; without them, of PyTorch's own kernels.
 
     These three are "" where they are unknown: in files of earlier releases, and the commit of an installed wheel.
     """

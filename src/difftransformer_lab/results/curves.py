@@ -27,9 +27,6 @@ def spikes(values: Sequence[float], *, window: int = SPIKE_WINDOW, ratio: float 
         values: One value for each step, such as gradient norms before clipping.
         window: Number of earlier values.
         ratio: How many times the median a spike is above.
-
-    Raises:
-        ResultsError: window is below 1, or ratio is not above 1.
     """
     if window < 1 or not ratio > 1:
         raise ResultsError(f"window={window}, ratio={ratio}: give a window of at least 1 and a ratio above 1")

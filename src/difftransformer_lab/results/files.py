@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 VERSIONS = {"bench": 2}
-"""Versions of the kinds that have changed; the others are at SCHEMA_VERSION."""
+"""Versions of the kinds that have changed; the rest are at SCHEMA_VERSION."""
 
 SHORT_KINDS = ("run",)
 """Kinds with many files, so each is written as small as it can be."""
@@ -58,9 +58,9 @@ def read_result(path: Path | str, cls: type[T]) -> T:
 
 
 def kept_result(path: Path | str, cls: type[T]) -> T | None:
-    """Read a result that need not be made again; None where there is no such file, or one of another kind or release.
+    """Read a result if there is a usable one; None if the file is missing, damaged, or of another kind or release.
 
-    Nor is a file used that is not as it was written; a warning names it.
+    A warning names a damaged file.
     """
     try:
         return read_result(path, cls)

@@ -1,6 +1,6 @@
 """The plan of a confirming study: what it will test, on which seeds and by which rule, written before its runs.
 
-A plan answers questions. Each question has a sequence of contrasts, of which the first is the primary one. A contrast is tested
+A plan answers questions. Each question has a sequence of contrasts, the primary one first. A contrast is tested
 at 0.05 if all contrasts before it in its question were decided: to lie above, below, or within. Questions do not wait for each
 other, and contrasts that a plan names under `holm` are tested together at 0.05. `analysis/contrasts.py` holds the rules, and
 what they say about errors.
@@ -18,7 +18,7 @@ class Term:
     """A part of a contrast: the mean of some arms in one setting, times a weight.
 
     Attributes:
-        arms: Names of arms, whose figures are averaged.
+        arms: Names of the arms to average.
         at: Value of each axis that the setting does not take from the first value; `OWN_BEST` stands for the value at which
             each arm did best on the tuning seeds.
     """
@@ -115,7 +115,7 @@ class RegisteredPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What stands of a study whose answers are confounded: in at most 25 words, for tables, and why, in sentences."""
+    """What still stands of a confounded study, in at most 25 words for tables, and why, in sentences."""
 
     stands: str
     why: str

@@ -7,7 +7,7 @@ from .studies import ChosenRate, StudyAxis
 
 Point = tuple[str, ...]
 Group = tuple[str, Point]
-"""An arm in one setting, whose runs are independent of those of other groups but for the seed."""
+"""An arm in one setting. Runs of two groups have nothing but the seed in common."""
 
 
 def groups_of(

@@ -45,7 +45,7 @@ class RunRecord:
         figures: Figures of the evaluations.
         curves: Metrics over training steps, by name, each of at most 50 points.
         evaluations: Whole results of the tasks, by their names in the recipe; empty where only `figures` are kept.
-        diverged_after: The last step of a run whose loss or gradient was not finite then, so that no task was asked; else None.
+        diverged_after: Last step of a run that diverged (loss or gradient not finite) and was not evaluated; else None.
     """
 
     recipe: dict[str, Any]
@@ -102,7 +102,7 @@ class StudyFigure:
         curve: Curve of a run, in place of an evaluation.
         reaches: Level of the curve, from above for a curve in nats and from below for others. A run that never reaches it
             counts with its last step.
-        area: Whether the figure is the mean of the curve over its steps, the area under it, in place of its last value.
+        area: Whether the figure is the mean of the curve over its steps, and not its last value.
         better: The direction that is an improvement.
         unit: Unit of the values; "share" for values from 0 to 1.
         secondary: Whether the figure is in tables alone, and in no sentence.
@@ -238,7 +238,7 @@ class StudyIndex:
         preset: Name of its size.
         about: What the reader must know to read the answer.
         analysis: "arms" compares arms at every point; "scaling" also fits power laws over the axes size and tokens.
-        arms: The arms; `reference` names the one that the others are compared with.
+        arms: The arms; the rest are compared with `reference`.
         axes: The axes; each arm is trained at every combination of their values.
         figures: The figures, the most important one first.
         members: The runs that are there.
@@ -279,7 +279,7 @@ class StudyIndex:
 
 
 def headline_figures(evaluations: Mapping[str, TaskResult]) -> list[StudyFigure]:
-    """Return what a study without figures of its own compares its arms by: the headline figures of every task.
+    """Return the figures of a study that names none: the headline figures of every task.
 
     The first ones of a task are bits a byte of a loss, else its first figure wherever that was taken. The others are secondary.
     """
@@ -317,7 +317,7 @@ def measured(record: RunRecord, figure: StudyFigure) -> RunFigure | None:
 
 
 def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
-    """Return a study's figure of one run; None if its evaluations have no such figure, or if it diverged.
+    """Return a study's figure of one run; None if the run lacks it or diverged.
 
     A curve gives the first step at which it reaches the figure's level, by linear interpolation between its points, or its
     last step if it never does; its mean over the steps if the figure is an area; and its last value otherwise.

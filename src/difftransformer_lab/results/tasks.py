@@ -110,7 +110,7 @@ class TaskResult:
 
 
 def headlines(result: TaskResult) -> list[Measurement]:
-    """Return the figures that stand for a result: those with a better direction, each where it covers most of the data."""
+    """Return the main figures of a result: the ones with a better direction, over as much of the data as possible."""
     rows = [row for row in result.measurements if row.better is not None and not row.detail]
     fewest = {name: min(len(row.at) for row in rows if row.name == name) for name in {row.name for row in rows}}
     return [row for row in rows if len(row.at) == fewest[row.name]]

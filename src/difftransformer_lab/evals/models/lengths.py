@@ -1,4 +1,4 @@
-"""Models whose keys depend on the length of the row, such as those with the rotary types `longrope` and `dynamic`.
+"""Models with keys that depend on the length of the row, such as the rotary types `longrope` and `dynamic`.
 
 Their tables change once a row becomes long. A key that was computed before is then not the one that the whole row has, and
 some keep the table of a long row for shorter ones that follow. No list of such types is kept: `LengthDependence` finds them by

@@ -65,7 +65,7 @@ def growing_cache(model: Any) -> DynamicCache:
 class PrefixCache:
     """Computes a causal model's next-token logits for one row after another.
 
-    A row of a model that cannot go on from a part of it (`goes_on`) is computed anew each time.
+    Models that cannot continue from part of a row (`goes_on`) compute each row anew.
 
     Args:
         enabled: Whether to keep anything from one prompt to the next; within a prompt tokens are always kept.
@@ -125,7 +125,7 @@ class PrefixCache:
 
 
 def goes_on(model: Any) -> bool:
-    """Return whether a row can be computed in parts of several tokens.
+    """Whether a row can be computed in parts of several tokens.
 
     Only attention can: of the models with a recurrent state, some take a cache and begin the state anew in every such part.
     """
@@ -135,7 +135,7 @@ def goes_on(model: Any) -> bool:
 
 
 def can_be_cut(model: Any) -> bool:
-    """Return whether a model's cache can be cropped; a sliding window or a recurrent state has lost the earlier tokens."""
+    """Whether a model's cache can be cropped; a sliding window or a recurrent state has lost the earlier tokens."""
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 

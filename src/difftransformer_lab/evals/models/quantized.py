@@ -25,9 +25,6 @@ def quantized_logits(model: Any, bits: int, granularity: str) -> Iterator[None]:
     """Round a model's attention logits to `bits` bits, each map separately; 16 bits or more leave them unchanged.
 
     See `rounding.quantize_symmetric`: keys that a query may not attend to do not count for the largest value.
-
-    Raises:
-        EvaluationError: See `probes.hooks.written_out`.
     """
     if bits >= UNTOUCHED_BITS:
         yield
@@ -44,9 +41,6 @@ def quantized_linears(model: Any, weights: str, activations: str) -> Iterator[No
         model: A causal language model with the interface of transformers.
         weights: "none"; "int8" with one step size for each output channel; or "int4" with one for each 32 weights of a channel.
         activations: "none", or "int8" with one step size for each token.
-
-    Raises:
-        EvaluationError: The model has no such Linear.
     """
     groups: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, INT4_GROUP)}
     with ExitStack() as undo:

@@ -20,14 +20,11 @@ def quantize_symmetric(x: Tensor, bits: int, allowed: Tensor | None, granularity
     Args:
         x: (B, H, T, S).
         bits: At least 2.
-        allowed: bool, broadcastable to x, the entries that count in max |x|; the others are returned unchanged. None for all.
+        allowed: bool, broadcastable to x, the entries that count in max |x|; the rest is returned unchanged. None for all.
         granularity: The part that shares a step: "tensor" (all heads of a batch row), "head" or "row" (one query of one head).
 
     Returns:
         (B, H, T, S) in the dtype of x.
-
-    Raises:
-        ConfigError: fewer than 2 bits, or an unknown granularity.
     """
     if granularity not in _SHARED_BY:
         raise ConfigError(f"granularity={granularity!r}: choose one of {', '.join(_SHARED_BY)}")
@@ -48,9 +45,6 @@ def quantize_last(x: Tensor, bits: int, group: int | None = None) -> Tensor:
 
     Returns:
         A tensor of the shape and dtype of x.
-
-    Raises:
-        ConfigError: fewer than 2 bits.
     """
     width = x.shape[-1]
     group = width if group is None else group

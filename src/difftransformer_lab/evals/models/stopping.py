@@ -7,7 +7,7 @@ from difftransformer.data import Tokenizer
 
 
 def stop_tokens(tokenizer: Tokenizer, ending: str | None = None) -> tuple[int, ...]:
-    """Return the tokens that end a continuation: all special ones and, if given, all whose text contains `ending`."""
+    """Return the tokens that end a continuation: special tokens and, if given, tokens with `ending` in their text."""
     added = tokenizer.backend.get_added_tokens_decoder()
     stops = {index for index, token in added.items() if token.special}
     if ending is not None:

@@ -7,11 +7,7 @@ _PLACE = "\u241eplace of the message\u241e"
 
 
 def chat_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the tokens before and after a user's message, up to the beginning of the assistant's answer.
-
-    Raises:
-        DataError: The tokenizer has no chat template, or its template changes the message.
-    """
+    """Return the tokens before and after a user's message, up to the beginning of the assistant's answer."""
     # Task files import no transformers.
     from transformers.utils.chat_template_utils import render_jinja_template
 

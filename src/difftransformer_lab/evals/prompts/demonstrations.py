@@ -68,11 +68,7 @@ class DataOptions:
                 raise refused(self, field, "give a word")
 
     def read(self) -> LabelledSet:
-        """Read the examples.
-
-        Raises:
-            DataError: They cannot be read.
-        """
+        """Read the examples."""
         if self.train_file is not None:
             return read_labelled_files(self.train_file, self.test_file, seed=self.seed)
         return read_labelled(self.data or "trec", self.folder or os.environ.get(FOLDER_VARIABLE) or None)
@@ -87,9 +83,6 @@ class PromptForm:
 
     Attributes:
         options: Tokens of each label after the prompt, its line end included; none is a prefix of another.
-
-    Raises:
-        DataError: The tokenizer gives two labels the same tokens, or does not split the text where a prompt ends.
     """
 
     def __init__(self, tokenizer: Tokenizer, labels: Sequence[str], words: tuple[str, str]) -> None:
@@ -166,11 +159,7 @@ def balanced(examples: Sequence[Example], rng: np.random.Generator) -> list[list
 
 
 def draw_items(data: LabelledSet, count: int, seed: int) -> list[Example]:
-    """Draw test examples, balanced over the classes as far as they have enough.
-
-    Raises:
-        DataError: The set has fewer test examples.
-    """
+    """Draw test examples, balanced over the classes as far as they have enough."""
     if count > len(data.test):
         raise DataError(f"items={count}: {data.name} has {len(data.test)} test examples; ask for at most this number")
     rounds = balanced(data.test, np.random.default_rng([seed, 1]))

@@ -25,7 +25,7 @@ class TaskContext:
         tokenizer: Text to token ids.
         context_tokens: Tokens of a row where the task's options name none.
         longest: Most tokens of a prompt and its answer, where a pretrained model reads more than a row; None for a row.
-        bound: Most tokens of a row, where those are fewer than the model's positions; else None.
+        bound: Most tokens of a row, if fewer than the model's positions; else None.
         validation: Return the tokens of the text that the model's run held out; None where no run is known.
         data: Return the data of the model's run; None where no run is known.
     """
@@ -49,8 +49,8 @@ class TextStream:
     Attributes:
         ids: (N,).
         sizes: (N,), the bytes of the text for which each token stands (see `Tokenizer.encode_sized`).
-        loss: What of the text the tokens do not hold, as a sentence; "" if they hold all of it.
-        is_spelt: Whether the bytes are those of the tokens themselves.
+        loss: A sentence about text that the tokens lose; "" if they hold all of it.
+        is_spelt: Whether `sizes` are the lengths of the tokens themselves.
     """
 
     ids: npt.NDArray[np.int64]
@@ -66,9 +66,6 @@ def token_stream(
 
     The source is one of `read_documents`, read up to about `enough` tokens (None reads all of it); or
     `validation`, the held-out text of the run, which is always returned whole.
-
-    Raises:
-        DataError: The source cannot be read, or has fewer than `at_least` tokens.
     """
     encode, end = context.tokenizer.encode, context.tokenizer.end_of_text
     return (
@@ -82,9 +79,6 @@ def text_stream(context: TaskContext, source: str, at_least: int = 0, *, enough:
     """Return the tokens of `token_stream`, and the bytes for which they stand.
 
     Of a run's held-out text only the tokens are kept, so their own bytes are counted.
-
-    Raises:
-        DataError: See `token_stream`; or the tokens of a held-out text have no bytes.
     """
     tokenizer = context.tokenizer
     if source == VALIDATION:
@@ -140,7 +134,7 @@ def _joined(parts: Iterable[Any], source: str, at_least: int, enough: int | None
 
 
 def window_start(tokenizer: Tokenizer, add_bos_token: bool | None) -> tuple[list[int], str]:
-    """Return what stands at the start of a window in place of its first token, and says so in the choices of a task.
+    """Return the tokens that replace the first token of a window, and a sentence for the choices of a task.
 
     Args:
         add_bos_token: Whether the tokenizer's `begin_of_text` stands there; None as the tokenizer itself begins a text.

@@ -1,7 +1,7 @@
 """Labelled examples for classification, from public sets or a user's files.
 
-The public sets are those of many-shot in-context learning in arXiv:2410.05258 section 3.4, with the label words of Bertsch et
-al. (arXiv:2405.00200). TREC labels questions by the type of the answer (6 coarse and 50 fine types). Banking77 and CLINC150,
+The public sets are the ones for many-shot in-context learning in arXiv:2410.05258 section 3.4, with the label words of Bertsch
+et al. (arXiv:2405.00200). TREC labels questions by the type of the answer (6 coarse and 50 fine types). Banking77 and CLINC150,
 without its out-of-scope class, label requests to a bank or an assistant by intent.
 """
 
@@ -56,9 +56,6 @@ class LabelledSet:
         name: Name of the set, for results.
         train: Examples that serve as demonstrations.
         test: Examples to classify.
-
-    Raises:
-        DataError: One part is empty, or a label occurs only in `test`.
     """
 
     name: str
@@ -103,9 +100,6 @@ def read_labelled(name: str, folder: str | None = None) -> LabelledSet:
     Args:
         name: One of `LABELLED_SETS`.
         folder: Folder with trec/, banking77/ or clinc150/, which hold the files as published.
-
-    Raises:
-        DataError: The set is in neither place, or is damaged.
     """
     public = LABELLED_SETS[name]
     if folder is not None and not Path(folder).is_dir():
@@ -119,16 +113,13 @@ def read_labelled(name: str, folder: str | None = None) -> LabelledSet:
 
 
 def read_labelled_files(train_file: str, test_file: str | None = None, *, seed: int = 0) -> LabelledSet:
-    """Read a user's examples from CSV files with a header or JSONL files, whose rows have `text` and `label`.
+    """Read a user's examples from CSV files with a header or JSONL files, with `text` and `label` in each row.
 
     Args:
         train_file: Training examples. Without a test file it is split by a hash of (seed, text), which keeps equal texts
             together.
         test_file: Test examples.
         seed: Seed of the split.
-
-    Raises:
-        DataError: A file is missing, empty, not UTF-8 or of another form, or a label has several lines.
     """
     train, name = _read_rows(Path(train_file)), Path(train_file).name
     if test_file is not None:

@@ -15,11 +15,7 @@ CONVERTED = "refs/convert/parquet"
 
 
 def jsonl_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) for the lines of a JSONL file, each of which has text in all of `fields`.
-
-    Raises:
-        DataError: The file is missing, empty, not UTF-8 or not JSONL, or a line lacks a field.
-    """
+    """Yield (line number, object) for each line of a JSONL file. Every object must have text in all of `fields`."""
     listed = " and ".join(f'"{field}"' for field in fields)
     if not path.is_file():
         raise DataError(f"{path}: no such file; name a .jsonl file with {listed} on each line")
@@ -34,11 +30,7 @@ def jsonl_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[st
 
 
 def text_field(row: dict[str, Any], field: str, place: str) -> str:
-    """Return a field that must hold text. Numbers are converted to text; messages begin with `place`, where the row is.
-
-    Raises:
-        DataError: The field is missing, empty or of another type.
-    """
+    """Return a field that must hold text. Numbers are converted to text; messages begin with `place`, where the row is."""
     value = row.get(field)
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)

@@ -311,7 +311,7 @@ def read_items(options: Options) -> list[Item]:
 
 
 def judge_all(judge: Any, answers: Sequence[tuple[Item, str]], file: Path) -> list[Judgment | None]:
-    """Return the verdict on each answer; what is not in the file yet is asked for and added."""
+    """Return the verdict on each answer. Verdicts that the file lacks are asked for and added to it."""
     with locked(file.parent, name=f".{file.name}.lock", wait=True):
         known: dict[str, Judgment | None] = {}
         try:

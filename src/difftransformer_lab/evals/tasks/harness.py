@@ -117,9 +117,6 @@ def run_harness(network: Any, tokenizer: Any, request: Harness, batch_size: int 
 
     Returns:
         Fields of `Measurement` and, where a metric is a mean over documents, of `ItemScore`.
-
-    Raises:
-        EvaluationError: There is no such task, or its data cannot be read.
     """
     import torch
     from lm_eval import simple_evaluate
@@ -147,7 +144,7 @@ def run_harness(network: Any, tokenizer: Any, request: Harness, batch_size: int 
 
 
 def _measurements(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Convert the results of lm-eval, whose keys are "metric,filter" and "metric_stderr,filter"."""
+    """Convert the results of lm-eval. Their keys are "metric,filter" and "metric_stderr,filter"."""
     rows = []
     for task, values in {**results["results"], **results.get("groups", {})}.items():
         at = {"task": task, "version": str(results["versions"].get(task, "")), "shots": results["n-shot"].get(task)}
@@ -172,7 +169,7 @@ def _measurements(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _items(results: dict[str, Any], shots: int | None) -> list[dict[str, Any]]:
-    """Return the scores of single documents, where a metric is their mean; those that are better when lower are not.
+    """Return the scores of single documents for metrics that are their mean; these are better when higher.
 
     A document answers once for each filter and number of shots, so these are in the name of the figure.
     """

@@ -108,7 +108,7 @@ class ShotsTask(Task):
 
 
 def right_passes(answers: Sequence[int], labels: Sequence[str], items: Sequence[Example]) -> list[list[bool]]:
-    """Return which answers are right, in a list for each pass through the items."""
+    """Mark the right answers, in a list for each pass through the items."""
     passes = (answers[begin : begin + len(items)] for begin in range(0, len(answers), len(items)))
     return [[labels[answer] == item.label for answer, item in zip(one, items, strict=True)] for one in passes]
 
@@ -151,12 +151,9 @@ def _sizes(options: Options, draws: Draws, form: PromptForm, room: int, context_
 
 
 def fitting_shots(form: PromptForm, draws: Draws, room: int, context_tokens: int, wanted: int | None = None) -> int:
-    """Return how many demonstrations of each class fit into `room` tokens in every draw.
+    """Count the demonstrations of each class that fit into `room` tokens in every draw.
 
     At least `wanted` of them must fit, and no more are counted; None requires one.
-
-    Raises:
-        EvaluationError: Fewer fit, or there are fewer examples.
     """
     totals = [0, *accumulate(map(len, draws[0]))]
     if wanted is not None and wanted >= len(totals):
@@ -173,7 +170,7 @@ def _whole_rounds(draws: Draws, most: int) -> int:
 
 
 def _fitting(form: PromptForm, draws: Draws, room: int, context_tokens: int, what: str, count: int, enough: int) -> int:
-    """Return how many of the first `enough` demonstrations fit into `room` tokens, if `count` do."""
+    """Count how many of the first `enough` demonstrations fit into `room` tokens; `count` must."""
 
     def fitting(rounds: Sequence[Sequence[Example]]) -> int:
         used = islice(accumulate(form.lengths(chain.from_iterable(rounds))), enough + 1)
@@ -218,7 +215,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
 
 
 def _spread(counts: Sequence[int]) -> list[int]:
-    """Return the sizes that are marked on the axis: those far enough from the one before."""
+    """Return the sizes to mark on the axis, each far enough from the one before."""
     kept: list[int] = []
     for count in counts:
         if not kept or kept[-1] == 0 or count >= 1.4 * kept[-1]:

@@ -1,6 +1,6 @@
 """Mathematical problems: the share that a model solves, and the length of its solutions.
 
-This is arXiv:2410.05258 appendix C, whose prompts and extraction are unknown: compare models that are evaluated here.
+This is arXiv:2410.05258 appendix C. Its prompts and extraction are unknown, so compare models that are evaluated here.
 """
 
 import logging

@@ -135,7 +135,7 @@ def arrange(shown: Sequence[Example], form: Format, rng: np.random.Generator) ->
 def binomial_margin(p: float, n: int, draws: int) -> float:
     """Return the expected range (largest minus smallest) of `draws` independent shares of n trials with probability p.
 
-    The expected maximum of the counts is the sum of 1 - F(k)^draws over k < n, and the expected minimum is that of
+    The expected maximum of the counts is the sum of 1 - F(k)^draws over k < n, and the expected minimum is the sum of
     (1 - F(k))^draws, where F is the binomial distribution. The result is exact.
     """
     from scipy.special import bdtr

@@ -26,7 +26,7 @@ DEFAULT_WINDOW = 4096
 logger = logging.getLogger(__name__)
 
 _LARGEST_NATS = 700.0
-"""Of a loss whose exponential is a float."""
+"""The exponential of a larger loss is no float."""
 
 Losses = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -52,7 +52,7 @@ class Options:
             start.
         add_bos_token: Whether each window begins with the token that begins texts, in place of its first one; by default if
             the tokenizer itself begins a text so.
-        position_buckets: Parts of the window whose mean losses are reported; 0 for none.
+        position_buckets: Number of parts of the window to report mean losses of; 0 for none.
     """
 
     text: str = "python-stdlib"
@@ -131,7 +131,7 @@ def _perplexity(nll: Measurement) -> Measurement:
 
 
 def _mean(name: str, losses: Losses, is_text: Mask, at: dict[str, Any]) -> Iterator[Measurement]:
-    """Yield the loss of these positions, over windows; nothing where only separators stand there."""
+    """Yield the mean loss over windows; nothing if all positions hold separators."""
     nats, tokens = losses.sum(1).tolist(), is_text.sum(1).tolist()
     if any(tokens):
         yield mean(name, "nats/token", nats, at, weights=tokens, better="lower")

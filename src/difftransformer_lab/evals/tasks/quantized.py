@@ -48,7 +48,7 @@ class Options:
     """Any task under coarser numbers.
 
     Attributes:
-        task: Name of the task, whose own options are in task_options.
+        task: Name of the task.
         task_options: Options of the task, such as {"windows": 8}.
         bits: Bits of the attention logits; the paper has 16, 8, 6 and 4.
         granularity: Which logits share a step size: row, head or tensor.
@@ -78,11 +78,7 @@ class Options:
         return int(getattr(self.inner(), "seed", 0))
 
     def inner(self) -> Any:
-        """Return the options of the inner task.
-
-        Raises:
-            ConfigError: The task has no such option, or the option has another type.
-        """
+        """Return the options of the inner task."""
         return build(task_kind(self.task).options, self.task_options, source="task_options", error=ConfigError)
 
 

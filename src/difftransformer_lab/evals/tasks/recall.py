@@ -30,7 +30,7 @@ from ..scores import over_windows, single
 from .perplexity import DEFAULT_WINDOW
 
 _CHUNK_TOKENS = 1 << 22
-"""Training tokens whose n-grams are counted at once: about 100 MB of memory."""
+"""Training tokens to count n-grams of at once: about 100 MB of memory."""
 
 _GROUPS = {"AR-hits": "nll of AR-hits", "others": "nll of others", "all tokens": "nll"}
 
@@ -104,7 +104,7 @@ class RecallTask(Task):
         self.choices = [separation(tokenizer), begun, *_choices(options)]
 
     def scored_by(self) -> Any:
-        """Return which targets are AR-hits and which are scored, as bits."""
+        """Return two masks over targets, AR-hits and scored, as bits."""
         return [np.packbits(mask).tobytes().hex() for mask in (self.hits, self.scored)]
 
     def score(self, answers: Sequence[Any]) -> Scores:
@@ -132,7 +132,7 @@ def packed(ids: Ids, ngram: int, vocab_size: int) -> Ids:
 
 
 def repeated(grams: Ids) -> npt.NDArray[np.bool_]:
-    """Return which n-grams of a row occurred earlier in it."""
+    """Mark the n-grams of a row that occurred earlier in it."""
     _, first, places = np.unique(grams, return_index=True, return_inverse=True)
     return first[places] < np.arange(len(grams))
 

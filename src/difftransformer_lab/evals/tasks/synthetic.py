@@ -1,7 +1,7 @@
 """Answers to synthetic tasks: associative recall, with and without noise.
 
 These are MQAR of Zoology (arXiv:2312.04927) and tasks of MAD (arXiv:2403.17844), on examples that were held out. Examples are
-token ids, so a model is asked that was trained on them.
+token ids, so the model must have been trained on them.
 """
 
 from collections.abc import Sequence
