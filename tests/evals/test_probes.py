@@ -24,8 +24,7 @@ from difftransformer.families import accelerate
 from difftransformer.ops import logits as op_logits
 from difftransformer.ops.reference import observe_logits
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.evals.models.quantized import quantized_linears, quantized_logits
-from difftransformer_lab.evals.models.rounding import quantize_last
+from difftransformer_lab.evals.models.quantized import quantize_last, quantized_linears, quantized_logits
 from difftransformer_lab.evals.probes import magnitudes as measuring
 from difftransformer_lab.evals.probes.hooks import written_out
 from difftransformer_lab.evals.probes.maps import last_row_weights

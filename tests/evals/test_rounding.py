@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from difftransformer.errors import ConfigError
-from difftransformer_lab.evals.models.rounding import quantize_last, quantize_symmetric
+from difftransformer_lab.evals.models.quantized import quantize_last, quantize_symmetric
 
 # Two heads of two queries; steps of 4 bits are the largest over 7, of 8 bits over 127, of 6 bits over 31.
 FIRST, SECOND = [[7.0, 3.4, -0.6, 0.4], [14.0, 2.9, -3.1, 1.0]], [[-28.0, 5.9, 6.1, 2.0], [0.0, 0.0, 0.0, 0.0]]

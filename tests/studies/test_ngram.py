@@ -9,7 +9,7 @@ import pytest
 
 from difftransformer.errors import DataError
 from difftransformer_lab.studies import ngram
-from difftransformer_lab.studies.ngram import byte_bigram_bits_per_byte
+from difftransformer_lab.studies.comparison import byte_bigram_bits_per_byte
 
 
 def test_a_value_computed_by_hand():

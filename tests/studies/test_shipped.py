@@ -14,8 +14,8 @@ from difftransformer.train.memory import step_bytes
 from difftransformer_lab.recipe_files import shipped_recipes
 from difftransformer_lab.results import OWN_BEST, ChosenRate, RunRecord, StudyIndex, read_result
 from difftransformer_lab.studies import Design, load_study, recipe_from
-from difftransformer_lab.studies.identity import identity
 from difftransformer_lab.studies.plan import FIRST_SEED, load_plan
+from difftransformer_lab.studies.recipe import identity
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORDS = DOCS / "results" / "studies"

@@ -25,9 +25,9 @@ from difftransformer_lab.statistics import detectable
 from difftransformer_lab.studies import Design, Study, load_study, recipe_from
 from difftransformer_lab.studies import run as run_module
 from difftransformer_lab.studies.evaluation import draw_tasks
-from difftransformer_lab.studies.identity import identity
 from difftransformer_lab.studies.jobs import tell, watched_by
 from difftransformer_lab.studies.plan import load_plan, registered
+from difftransformer_lab.studies.recipe import identity
 from difftransformer_lab.studies.run import main as run_main
 from tests.support.cases import threads
 

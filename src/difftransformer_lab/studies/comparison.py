@@ -1,21 +1,36 @@
-"""`compare`: the study of a model and its same-size twin, trained on identical batches for each seed."""
+"""`compare` and `upcycle --train`: studies of one recipe, with their runs and records in a folder of their own."""
 
+import dataclasses
+import hashlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoConfig
+
 from difftransformer.attention import label
 from difftransformer.data import Shards
+from difftransformer.errors import ConfigError, DataError
+from difftransformer.hub import folder_sha256, source_folder
 
 from ..environment import foreign_cpu_share
-from ..results import ArmSize, BaselineNll, StudyIndex
+from ..evals.drift import measure_drift
+from ..results import ArmSize, BaselineNll, Drift, StudyIndex, Upcycling, kept_result, write_result
 from .costs import measure_costs
 from .design import ArmConfig, Design, PresetConfig, StudyConfig
-from .ngram import byte_bigram_bits_per_byte
+from .evaluation import evaluate_checkpoint
 from .recipe import Recipe, counts_of, recipe_dict
+from .records import run_figures
 from .study import Study
 
 logger = logging.getLogger(__name__)
+PLAIN = "softmax"
+DRIFT_TOKENS = 2000
+_CHUNK_BYTES = 2**24
 
 
 def compare(recipe: Recipe, folder: Path, *, costs: bool = True) -> StudyIndex:
@@ -82,3 +97,100 @@ def _baselines(shards: Shards) -> list[BaselineNll]:
         return []
     bits = byte_bigram_bits_per_byte(shards.text_bytes("train"), shards.text_bytes("validation"))
     return [BaselineNll(name="byte bigram", bits_per_byte=bits)]
+
+
+def byte_bigram_bits_per_byte(train_bytes: bytes, validation_bytes: bytes) -> float:
+    """Fit a byte bigram to one text and return the mean of -log2 p on another, in bits per byte.
+
+    The bigram is interpolated with a smoothed unigram by Witten-Bell's rule, which has no parameters. With the counts c in
+    the training text of n bytes and the number T(a) of distinct bytes that follow a in it:
+
+        p(b)     = (c(b) + 1) / (n + 256)
+        p(b | a) = (c(a, b) + T(a) p(b)) / (c(a) + T(a)), or p(b) where nothing follows a
+
+    The first validation byte is scored by p(b), all others by p(b | a).
+    """
+    for name, text in (("training", train_bytes), ("validation", validation_bytes)):
+        if not text:
+            raise DataError(f"byte bigram baseline: empty {name} text; give a text of at least one byte")
+    train, validation = np.frombuffer(train_bytes, np.uint8), np.frombuffer(validation_bytes, np.uint8)
+    unigram = (np.bincount(train, minlength=256) + 1.0) / (len(train) + 256.0)
+    pairs = _pair_counts(train)
+    totals = pairs.sum(axis=1, keepdims=True)
+    followers = np.count_nonzero(pairs, axis=1)[:, None]
+    seen = np.maximum(totals + followers, 1)
+    bigram = np.where(totals > 0, (pairs + followers * unigram) / seen, unigram)
+    bits = -(_pair_counts(validation) * np.log2(bigram)).sum() - np.log2(unigram[validation[0]])
+    return float(bits / len(validation))
+
+
+def _pair_counts(text: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Count (byte, next byte) pairs, (256, 256)."""
+    counts = np.zeros(256 * 256, dtype=np.int64)
+    for start in range(0, len(text) - 1, _CHUNK_BYTES):
+        chunk = text[start : start + _CHUNK_BYTES + 1].astype(np.uint16)
+        counts += np.bincount(chunk[:-1] * 256 + chunk[1:], minlength=256 * 256)
+    return counts.reshape(256, 256)
+
+
+def upcycle_and_train(recipe: Recipe, source: str, folder: Path, *, to: Sequence[str]) -> StudyIndex:
+    """Convert, compare logits, evaluate, train each model on the same batches, evaluate; write results.json.
+
+    What is complete in the folder already is not done again.
+
+    Args:
+        recipe: The recipe of the training; its model is empty, its tokenizer the source's.
+        source: The pretrained model: a folder, a GGUF file, or owner/name on the hub.
+        to: Targets of `upcycle_folder` besides the plain model, which is always trained too.
+
+    Raises:
+        DiffTransformerError: the source cannot be converted, or a run failed; its message.
+        Interrupted: a signal; every run has saved a checkpoint.
+    """
+    if recipe.start_from is not None:
+        raise ConfigError(f"start_from={recipe.start_from!r}: the study starts from the converted models; leave it out")
+    names = [*(name for name in dict.fromkeys(to) if name != PLAIN), PLAIN]
+    models = {name: folder / "models" / name for name in names}
+    title = Path(source).name
+    design = own_design(
+        recipe,
+        "upcycle",
+        question=f"{title}, made differential and trained on: {recipe.name}",
+        source=title,
+        reference=PLAIN,
+        arms={name: ArmConfig(label=_label(name), upcycle=name) for name in names},
+    )
+    study = Study(design, folder, alone=True, source=source, models=folder / "models")
+    prepared = {run.arm: study.prepared(run) for run in study.design.reported()}  # makes the models
+    plain = prepared[PLAIN]
+    with source_folder(source) as pretrained:
+        drift = {}
+        for name, place in models.items():
+            logger.info("comparing the logits of %s with the source's", name)
+            drift[name] = _drift(pretrained, place, folder / "drift" / f"{name}.json", plain.shards)
+    logger.info("evaluating before training")
+    before = evaluate_checkpoint(models[PLAIN], plain.recipe, plain.shards, folder / "before")
+    study.train(folder, at_once=recipe.compare.jobs)
+    figures = [figure for task, result in before.items() for figure in run_figures(task, result)]
+    context = recipe.training.context_tokens
+    return study.write_index(
+        sizes=[arm_size(name, AutoConfig.from_pretrained(place), context) for name, place in models.items()],
+        upcycling=Upcycling(source=title, drift=drift, before=figures),
+    )
+
+
+def _label(name: str) -> str:
+    plain, _, matched = name.partition("+")
+    if plain != PLAIN:
+        return label(name)
+    return f"unconverted, MLP wider by what {label(matched)} adds" if matched else "unconverted"
+
+
+def _drift(source: Path, target: Path, cached: Path, shards: Shards) -> Drift:
+    ids = shards.tokens("validation")[:DRIFT_TOKENS].astype("int64")
+    of = f"{folder_sha256(source)} {folder_sha256(target)} {hashlib.sha256(ids.tobytes()).hexdigest()}"
+    drift = kept_result(cached, Drift)
+    if drift is None or drift.of != of:
+        drift = dataclasses.replace(measure_drift(source, target, torch.from_numpy(ids)), of=of)
+        write_result(drift, cached)
+    return drift

@@ -26,9 +26,8 @@ from ..results import (
     figure_of,
     groups_of,
 )
-from .identity import identity
 from .plan import load_plan
-from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_from
+from .recipe import MOST_SEEDS, Recipe, identity, override, parsed_change, recipe_from
 
 UPCYCLED = "upcycled to "
 """What start_from and data.tokenizer of a planned run begin with, where they name a model that the study makes."""

@@ -1,7 +1,9 @@
 """A recipe: one YAML file that says what is trained on what, how it is evaluated, and what is compared."""
 
 import dataclasses
-from dataclasses import dataclass, field
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from ..recipe_files import check_name, read_recipe
 
 STARTS = (DiffTransformerConfig.model_type, DifferentialFamilyConfig.model_type)
 MOST_SEEDS, MOST_JOBS = 1000, 64
+IDENTITY_VERSION = 1
 MOST_ROUNDED = 0.01  # of a model's parameters, so that it is still the same size as its twin
 _POSSIBLE = set[str]()  # models that have been checked, since the recipes of a study share some
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
@@ -269,6 +272,18 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
 def recipe_dict(recipe: Recipe) -> dict[str, Any]:
     document: dict[str, Any] = plain(recipe)
     return document
+
+
+def identity(recipe: Recipe) -> str:
+    """Return a SHA-256 of what a run trains and evaluates: recipes with equal ones give the same run on the same data.
+
+    It is computed from the recipe as this release reads it, so a new option keeps the identity of earlier runs.
+    """
+    document: dict[str, Any] = plain(recipe, without=[ASIDE])
+    document["training"]["compile"] = False  # it was part of the identity at first
+    document["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
+    text = json.dumps([IDENTITY_VERSION, document], sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def parsed_change(change: str) -> tuple[str, Any]:

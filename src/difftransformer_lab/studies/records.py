@@ -32,8 +32,7 @@ from ..results import (
 )
 from ..results.curves import spikes
 from .design import TRAINING, Design, PlannedRun, place
-from .identity import identity
-from .recipe import Recipe, recipe_from
+from .recipe import Recipe, identity, recipe_from
 from .run import BEGAN_FILE, run_results
 
 logger = logging.getLogger(__name__)
