@@ -94,7 +94,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def _milliseconds(backend: Backend, device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the shortest of four times of a causal call with 4 heads of width 64, forward and backward."""
+    """Time a causal call with 4 heads of width 64, forward and backward; the best of four."""
     length = TIMED_LENGTHS[device.type]
     try:
         inputs = [torch.ones(1, 4, length, 128, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]

@@ -24,7 +24,7 @@ from .results import Environment
 
 
 def environment(device: str = "cpu") -> Environment:
-    """This machine and this code, as a result records them."""
+    """Describe this machine and this code for a result."""
     library = build.loaded()
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     return Environment(
@@ -47,7 +47,7 @@ def now() -> str:
 
 
 def command_line() -> str:
-    """The command that is running, as it would be typed."""
+    """Return the running command as a user would type it."""
     return shlex.join(["difftransformer", *sys.argv[1:]])
 
 
@@ -75,7 +75,7 @@ def foreign_cpu_seconds() -> float | None:
 
 @functools.cache
 def commit() -> str:
-    """The commit of this package's source, from its checkout or from what pip installed it from; "" if neither knows."""
+    """Return the commit of the source, from the checkout or from pip; "" if unknown."""
     folder = Path(__file__).parent
     try:
         # A package that is installed in another project's checkout is not among that project's files.

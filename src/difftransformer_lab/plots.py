@@ -180,7 +180,7 @@ _NARROW_LETTERS = {"title": 44, "tick": 22}
 
 
 def _made_narrow(figure: Figure) -> Figure:
-    """Return the figure with its panels in one column, for a telephone."""
+    """Rearrange the panels in one column, for a telephone."""
     every = [ax for ax in figure.axes if ax.get_subplotspec() is not None]
     axes = [ax for ax in every if ax.get_visible()]
     if not axes:
@@ -351,7 +351,7 @@ def sets_of(results: Sequence[TaskResult]) -> list[str]:
 
 
 def matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return rows of different lengths as a matrix, with NaN behind the shorter ones."""
+    """Make a matrix of rows of different lengths, filled up with NaN."""
     cells = np.full((len(rows), max(map(len, rows))), np.nan)
     for index, row in enumerate(rows):
         cells[index, : len(row)] = row

@@ -116,7 +116,7 @@ def fixed(value: float | None, decimals: int, sign: str = "") -> str:
 
 
 def quantity(n: float) -> str:
-    """Return a count such as 1.2M."""
+    """Format a count, such as 1.2M."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= scale:
             return f"{n / scale:.3g}{unit}"
@@ -128,7 +128,7 @@ def counted(number: int, name: str, names: str = "") -> str:
 
 
 def date_words(when: str | datetime) -> str:
-    """Return a date such as 2026-01-02T03:04:05+00:00 as people write it; a text that is no date as it is."""
+    """Write a date such as 2026-01-02T03:04:05+00:00 in words; other texts stay as they are."""
     try:
         date = datetime.fromisoformat(when) if isinstance(when, str) else when
     except ValueError:

@@ -126,7 +126,6 @@ def write_studies(studies: Sequence[StudyAnalysis], folder: Path) -> tuple[Path,
 
 
 def study_page(study: StudyAnalysis) -> Page:
-    """Build the page of a study or of a comparison."""
     records, rows = study.records, study.rows
     index = records.index
     sections = []
@@ -218,7 +217,7 @@ def suite_page(
 
 
 def _suite_table(by_task: Mapping[str, Sequence[TaskResult]], models: Sequence[str]) -> Table:
-    """Return the first measure of each task for each model that has a result."""
+    """Show the first measure of each task for each model."""
     measured = {result.model.name: None for results in by_task.values() for result in results}
     models = [model for model in dict.fromkeys([*models, *measured]) if model in measured]
     rows = []
@@ -308,7 +307,7 @@ def _recipe_section(study: StudyAnalysis) -> Section:
 
 
 def _set_fields(value: Any) -> Any:
-    """Return a dataclass as plain data, without the fields that have their default."""
+    """Turn a dataclass into plain data, without defaults."""
     if isinstance(value, list):
         return [_set_fields(one) for one in value]
     if not is_dataclass(value):
@@ -339,7 +338,7 @@ def _or_gap(gaps: list[str], what: str, make: Callable[[], T]) -> T | None:
 
 
 def _remove_earlier(folder: Path) -> None:
-    """Remove the figures and tables of the page that is there, so that none outlives it."""
+    """Remove the figures and tables of the page that this one replaces."""
     page = folder / "index.html"
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
     for name in re.findall(r'<h2 id="figure-([\w.-]+)"', text):

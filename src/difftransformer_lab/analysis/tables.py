@@ -73,7 +73,7 @@ BUSY = "Other processes took a share of this machine meanwhile; repeat it when i
 
 
 def findings_table(study: StudyAnalysis) -> Table:
-    """Return every contrast of the plan with its test and its state, in the plan's order."""
+    """List the contrasts of the plan with test and state, in the plan's order."""
     rows = []
     for question, findings in study.questions:
         for place, one in enumerate(findings):
@@ -110,7 +110,7 @@ def findings_table(study: StudyAnalysis) -> Table:
 
 
 def brief_table(study: StudyAnalysis) -> Table:
-    """Return the contrasts of a plan, or every arm by every leading figure, in a few columns."""
+    """Show the contrasts of a plan, or every arm by every primary figure, in a few columns."""
     if study.findings:
         rows = [[one.contrast.name, effect_text(one), one.state] for one in study.findings]
         return Table("brief", study.records.index.question, names("contrast", "effect [95 %]", "state"), rows)
@@ -159,7 +159,7 @@ def tokens_cells(difference: PairedDifference | None) -> list[str]:
 
 
 def figures_tables(records: Records, rows: Sequence[Compared]) -> list[Table]:
-    """Return every figure of every arm: in one table where there are few, else a table for each figure."""
+    """Show every figure of every arm, in one table if they are few, else in a table for each figure."""
     figures = [figure for figure in records.index.figures if any(row.figure is figure for row in rows)]
     if len(figures) * len(records.index.arms) <= 3 * MOST_ROWS and not records.has_settings:
         return [figures_table(records, rows, figures, "figures", "Every measure")] if figures else []
@@ -170,7 +170,7 @@ def figures_tables(records: Records, rows: Sequence[Compared]) -> list[Table]:
 def figures_table(
     records: Records, rows: Sequence[Compared], figures: Sequence[StudyFigure], name: str, title: str
 ) -> Table:
-    """Return a row for each figure, setting and arm: its mean, and its paired difference to the reference."""
+    """Show the mean of each figure, setting and arm, and its paired difference to the reference."""
     points: list[Point] = [(), *(records.points if records.has_settings else [])]
     reached, papers = any(one.reaches is not None for one in figures), any(one.paper for one in figures)
     several, axes = len(figures) > 1, records.has_settings
@@ -223,7 +223,7 @@ def with_unit(title: str, figure: StudyFigure) -> str:
 
 
 def costs_table(records: Records) -> Table:
-    """Return parameters and time of every arm, the ratio of times, and the held-out loss at equal time."""
+    """Show parameters and times of every arm, their ratios, and the held-out loss at equal time."""
     rows = []
     reference = records.reference
     has_equal = False
@@ -283,7 +283,7 @@ def equal_time_differences(records: Records, arm: StudyArm) -> list[float]:
 
 
 def measured_costs_table(records: Records) -> Table:
-    """Return the cost of each model, with the ratio to the reference wherever both were measured."""
+    """Show the cost of each model, with the ratio to the reference if both were measured."""
     costs = records.index.costs
     twin = next((row for row in costs if row.model == records.index.reference), None)
     memory = ("peak_training_bytes", "weights_and_kv_bytes_4k", "weights_and_kv_bytes_64k")
@@ -316,7 +316,7 @@ def measured_costs_table(records: Records) -> Table:
 
 
 def upcycling_table(study: Records, compared: Sequence[Compared]) -> Table:
-    """Return a row for each arm: its new parameters, the drift of its logits, and each figure before and after training."""
+    """Show each arm's new parameters, the drift of its logits, and its figures before and after training."""
     upcycling = study.index.upcycling
     assert upcycling is not None
     parameters = {size.arm: size.parameters for size in study.index.sizes}
@@ -407,7 +407,7 @@ def arms_table(records: Records) -> Table:
 
 
 def rates_table(records: Records) -> Table | None:
-    """Return the mean figure of every learning rate that was tried, the best one marked; None if none was."""
+    """Show the mean figure at every learning rate, the best one marked; None if none was tried."""
     index = records.index
     if not index.rates:
         return None
@@ -431,7 +431,7 @@ def rates_table(records: Records) -> Table | None:
 
 
 def _at_words(records: Records, point: Mapping[str, str]) -> str:
-    """Return the setting of a learning rate, by the axes along which there are several; empty if there is one setting."""
+    """Name the setting of a learning rate by the axes with several; empty if there is one setting."""
     words = [
         f"{axis.label or axis.name} {point[axis.name]}"
         for axis in records.index.axes
@@ -472,7 +472,7 @@ def machines_table(records: Records) -> Table:
 
 
 def _difference_cells(row: Compared, places: int, reference: StudyArm) -> list[str]:
-    """Return mean, low, high, mark, and the seeds of that direction; words where there is no difference."""
+    """Fill mean, low, high, mark and seeds; words if there is no difference."""
     difference = row.difference
     if difference is None:
         return ["reference" if row.arm.name == reference.name else "not paired", "", "", "", "", ""]
@@ -497,7 +497,7 @@ SeedsOf = Callable[[Records, str, str, Point], list[int]]
 def _by_seed(
     records: Records, arm: StudyArm, seeds_of: SeedsOf, compare: Callable[[RunRecord, RunRecord], float | None]
 ) -> list[float]:
-    """Return a comparison of an arm's run with the reference's for each seed, its mean where there are several settings."""
+    """Compare an arm's run with the reference's for each seed, with the mean over settings."""
     by_seed: dict[int, list[float]] = {}
     reference = records.index.reference
     for point in records.points:
@@ -509,7 +509,7 @@ def _by_seed(
 
 
 def _ratio_text(records: Records, arm: StudyArm, quantity_of: Callable[[RunRecord], float], seeds_of: SeedsOf) -> str:
-    """Return the geometric mean of ratios to the reference with its interval; empty for the reference itself."""
+    """Format the geometric mean of ratios to the reference; empty for the reference itself."""
     logs = _by_seed(records, arm, seeds_of, lambda own, other: math.log(quantity_of(own) / quantity_of(other)))
     if arm is records.reference or not logs:
         return ""

@@ -91,7 +91,7 @@ QUESTIONS = (
 
 
 def prompt(numbers: dict[str, str], asked: str) -> str:
-    """Return a text that gives some cities a number, and ends where that of one of them must follow."""
+    """Write a text that gives cities a number, then asks for one of them."""
     between = "Here we go. There and back again.\n"
     given = between.join(f"The special magic {city} number is: {number}\n" for city, number in numbers.items())
     return (

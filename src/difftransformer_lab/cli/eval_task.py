@@ -112,7 +112,7 @@ def run(
 
 
 def _with_questions(models: list[str], options: Any) -> tuple[list[str], Any]:
-    """Take the file of questions, which stands behind the models, out of them."""
+    """Move the file of questions, given after the models, into the options."""
     if options.questions:
         return models, options
     *models, questions = models

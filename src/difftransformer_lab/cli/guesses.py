@@ -1,4 +1,4 @@
-"""Words that people try and that a command does not take, with what they are told."""
+"""Replies to options that people guess and that do not exist."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ REPLIES = {
 
 
 def check_guesses(verb: str, words: Sequence[str]) -> None:
-    """Raise the reply to a word that the command does not take."""
+    """Raise a ConfigError with the reply to a wrong guess."""
     if verb == "compare" and len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
         models = " ".join(words[:2])
         raise ConfigError(f"it trains the models of one recipe; eval quick {models} compares trained ones")

@@ -121,7 +121,7 @@ def _saved_config(folder: str) -> Any:
 
 
 def _show_start(name: str, config: "DiffTransformerConfig", is_saved: bool) -> None:
-    """Print how large the branches of a model and its softmax twin are at step 0, and what is wrong with them."""
+    """Print how large the branches of a model and its softmax twin are at step 0, and warn of too large ones."""
     from difftransformer.model.start_sizes import LARGEST_RATIO, TOKENS, drowning, start_sizes
 
     configs = {word: config.twin(word) for word in dict.fromkeys((config.attention_type, "softmax"))}
@@ -176,7 +176,7 @@ def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> "Table":
 
 
 def _training(recipe: "Recipe", config: "DiffTransformerConfig", processes: int) -> "Table":
-    """Compute FLOPs and memory of training a recipe's model and the models that it is compared with."""
+    """Compute FLOPs and memory of training, for the recipe's model and its comparisons."""
     from difftransformer.model import count
     from difftransformer.train.memory import step_bytes
     from difftransformer.train.parallel import Mesh, Processes

@@ -188,7 +188,7 @@ def _run(verb: str, words: list[str]) -> int:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch, which may not have been imported, raised the error for want of memory."""
+    """Whether torch, perhaps not imported, ran out of memory."""
     return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 

@@ -117,7 +117,7 @@ def step_bar(bars: Bars, label: str, steps: int) -> "Callback":
 
 @contextmanager
 def training_shown(title: str) -> Iterator[None]:
-    """Draw the progress of the jobs that the block runs; it can be interrupted."""
+    """Draw the progress of the block's jobs, and say how to continue after an interruption."""
     from ..studies import watched_by
 
     with resumable("stopped; every run is saved"), Bars() as bars, watched_by(watch_study(bars, title)):
@@ -126,7 +126,7 @@ def training_shown(title: str) -> Iterator[None]:
 
 @contextmanager
 def evaluation_progress(label: str = "") -> Iterator[None]:
-    """Draw a bar for the progress that the block reports, with `label` before its title; each new title takes its place."""
+    """Draw a bar for the progress that the block reports, with `label` before its title. A new title replaces the bar."""
     with Bars() as bars:
         began, printed = dict[str, float](), time.monotonic()
 

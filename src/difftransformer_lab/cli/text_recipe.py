@@ -28,14 +28,14 @@ compare: {{models: [diff, softmax], seeds: 3}}
 
 
 def is_text(path: Path) -> bool:
-    """Whether a path is a folder or a file that text is read from."""
+    """Whether a path is a folder, or a file of a kind that holds text."""
     from difftransformer.data.text import SUFFIXES
 
     return path.is_dir() or (path.is_file() and path.name.lower().endswith(SUFFIXES))
 
 
 def write_recipe(text: Path) -> Path:
-    """Write a recipe for a text to the current folder, and return its path; one that is there stays."""
+    """Write a recipe for a text to the current folder unless there is one, and return its path."""
     from difftransformer.data.text import check_split
 
     if (text / "config.json").is_file():

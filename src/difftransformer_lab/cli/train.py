@@ -62,7 +62,7 @@ def run(
 
 
 def _run_of(path: Path) -> Path | None:
-    """Return the folder of the run that a path names: its folder, or the recipe in it."""
+    """Return the folder of a run, named by itself or by the recipe in it; None for other paths."""
     if path.is_dir():
         return path if (path / RECIPE_FILE).is_file() else None
     return path.parent if path.name == RECIPE_FILE and (path.parent / "checkpoints").is_dir() else None
@@ -123,7 +123,7 @@ def _train(
 
 
 def _describe(recipe: str, overrides: list[str], out: str | None, threads: int | None, processes: int | None) -> int:
-    """Print what a recipe trains, and what it names that is not there. Refuse what training would refuse."""
+    """Print what a recipe trains and which of its files are missing. Refuse what training would refuse."""
     from difftransformer.data.text import check_split
     from difftransformer.model import count
     from difftransformer.train.parallel import Mesh, Processes
@@ -159,7 +159,7 @@ def _folder(recipe: "Recipe", out: str | None) -> Path:
 
 
 def _show_needle_rows(recipe: "Recipe", overrides: list[str]) -> None:
-    """Say that a recipe's needle documents stay among the rows of another text."""
+    """Say that rows of needle documents stay when the text is replaced."""
     keys = [change.partition("=")[0] for change in overrides]
     is_stated = any(key.startswith("training.retrieval") for key in keys)
     if recipe.training.retrieval is not None and not is_stated and {"data.source", "data.mixture"} & {*keys}:

@@ -60,7 +60,7 @@ class TaskSpec:
 
 
 def check_specs(specs: Sequence[TaskSpec]) -> None:
-    """Refuse tasks that share a name, names that cannot name files, and options that a task does not take."""
+    """Refuse two tasks of one name, names that cannot name files, and unknown options."""
     for name, times in Counter(spec.name for spec in specs).items():
         if times > 1:
             raise ConfigError(f"{name!r} is given twice; give labels")
@@ -189,7 +189,7 @@ def kept_or_asked(
 
 
 def stored_result(path: Path, spec: TaskSpec, task: Task) -> TaskResult | None:
-    """Return the result in a file if it has the figures of this task on its data as they are now, else None."""
+    """Return the result in a file if task, options and data have not changed since; else None."""
     result, options = kept_result(path, TaskResult), spec.built()
     if result is None or result.task != spec.task or result.data.sha256 != task_sha256(task):
         return None

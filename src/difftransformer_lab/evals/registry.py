@@ -68,14 +68,13 @@ def registered_tasks() -> dict[str, TaskKind]:
 
 
 def task_kind(name: str) -> TaskKind:
-    """Return the task with this name."""
     if name not in _registered:
         raise ConfigError(f"no task {name!r}; choose one of {', '.join(registered_tasks())}")
     return _registered[name]
 
 
 def task_help() -> dict[str, str]:
-    """Return the help line of every task by name. The tasks of this package are not imported; only the first lines are read."""
+    """Return the help line of every task by name. Reads the first line of each file and imports none."""
     docs = {name: kind.doc or "" for name, kind in _registered.items()}
     for path in Path(__file__).with_name("tasks").glob("[!_]*.py"):
         with open(path, encoding="utf-8") as file:
@@ -84,7 +83,7 @@ def task_help() -> dict[str, str]:
 
 
 def refused(options: object, names: str, advice: str) -> ConfigError:
-    """Return the error for values that options cannot have; the names are separated by spaces."""
+    """Make the error for impossible options; `names` are separated by spaces."""
     return ConfigError(", ".join(f"{name}={short(getattr(options, name))}" for name in names.split()) + f": {advice}")
 
 

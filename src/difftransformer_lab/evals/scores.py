@@ -16,7 +16,7 @@ def single(
 
 
 def by_unit(values: Sequence[float], units: Sequence[Hashable]) -> tuple[list[Hashable], list[float], list[float]]:
-    """Return the units, the sum of values of each, and its number of values."""
+    """Return the units, and the sum and number of values of each."""
     sums: dict[Hashable, list[float]] = {}
     for value, unit in zip(values, units, strict=True):
         sums.setdefault(unit, []).append(value)
@@ -76,7 +76,7 @@ def mean(
 
 
 def unit_scores(name: str, values: Sequence[float], units: Sequence[Hashable]) -> list[ItemScore]:
-    """Return the contribution of each unit to the measurement `name`: the sum of its values, and their number as weight."""
+    """Return each unit's contribution to the measurement `name`: the sum and, as weight, the number of its values."""
     return [
         ItemScore(name=name, item=str(unit), score=score, weight=weight)
         for unit, score, weight in zip(*by_unit(values, units), strict=True)
@@ -98,12 +98,12 @@ def over_windows(
 
 
 def details(rows: Iterable[Measurement]) -> list[Measurement]:
-    """Return the same measurements, marked for pictures and full tables only."""
+    """Mark measurements for pictures and full tables only."""
     return [replace(row, detail=True) for row in rows]
 
 
 def accuracy_of_sets(answers: Sequence[tuple[str, Hashable, bool]]) -> tuple[list[Measurement], list[ItemScore]]:
-    """Return the accuracy on each data set and its mean over sets, of (set, unit, whether it is right) for each answer."""
+    """Return the accuracy on each data set and its mean over sets, from (set, unit, is right) for each answer."""
     sets: dict[str, list[tuple[Hashable, bool]]] = {}
     for name, unit, is_right in answers:
         sets.setdefault(name, []).append((unit, is_right))

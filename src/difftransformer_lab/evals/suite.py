@@ -40,7 +40,7 @@ class Suite:
 
 
 def load_suite(preset: str) -> Suite:
-    """Read a suite from a file, or one of this package by its name, and check every option."""
+    """Read a suite from a file or by its shipped name, and check every option."""
     document = read_mapping(preset, shipped_recipes("suites"), "a suite is a mapping with name and tasks")
     return build(Suite, document, source=preset, error=ConfigError)
 

@@ -206,7 +206,7 @@ def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
 
 @torch.no_grad()
 def _predicted(network: Any, tokenizer: Any, ids: list[int], positions: int) -> tuple[list[list[Any]], str]:
-    """Return the likeliest tokens after each token with their probabilities, and how the model goes on until a line ends."""
+    """Return the likeliest next tokens with their probabilities, and the model's continuation to the end of the line."""
     logits = network(input_ids=torch.tensor([ids], device=network.device), use_cache=False).logits[0].float()
     best = logits.softmax(-1).topk(min(NEXT_TOKENS, logits.shape[-1]))
     following = [

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def write_result(result: Result, path: Path | str) -> Path:
-    """Write a result as JSON with a checksum, whole or not at all (a temporary file in the same folder, then a rename)."""
+    """Write a result as JSON with a checksum, whole or not at all."""
     path = Path(path)
     kind = next(name for name, cls in KINDS.items() if isinstance(result, cls))
     document = {"kind": kind, "version": VERSIONS.get(kind, SCHEMA_VERSION), "result": dataclasses.asdict(result)}

@@ -125,7 +125,7 @@ class StudyFigure:
 
     @property
     def slug(self) -> str:
-        """The label as it stands in names of files and addresses."""
+        """The label for files and addresses."""
         return "".join(letter if letter.isalnum() else "-" for letter in self.label.lower()).strip("-")
 
 
@@ -157,7 +157,7 @@ class ChosenRate:
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether it is the smallest or the largest of several rates, so that a better one may lie beyond."""
+        """Whether it is the smallest or largest of several rates, so that a better one may lie beyond."""
         return len(self.tried) > 1 and self.learning_rate in (self.tried[0][0], self.tried[-1][0])
 
 
@@ -309,7 +309,7 @@ def headline_figures(evaluations: Mapping[str, TaskResult]) -> list[StudyFigure]
 
 
 def measured(record: RunRecord, figure: StudyFigure) -> RunFigure | None:
-    """Return the evaluation's figure behind a study's figure; None for a figure of a curve, and where a run has none."""
+    """Return the evaluation's figure behind a study's figure; None for a curve, or if the run has none."""
     if figure.curve:
         return None
     wanted = (figure.task, figure.name, figure.at)

@@ -129,7 +129,7 @@ def title_of(row: Measurement, result: TaskResult) -> str:
 
 
 def summary_rows(result: TaskResult) -> list[tuple[str, str]]:
-    """Return name and value of every figure of a result but its details, for a terminal or a model card."""
+    """Return name and value of every figure that is no detail, for a terminal or a model card."""
     rows = []
     for row in result.measurements:
         if row.detail:

@@ -334,7 +334,6 @@ class Design:
     def run(
         self, arm: str, point: Mapping[str, str], seed: int, rate: float | None = None, *, is_tuning: bool = False
     ) -> PlannedRun:
-        """Return one run, at the recipe's learning rate or another one."""
         recipe = self._recipe(arm, tuple(point.items()), rate).with_seed(seed)
         label = self.config.arms[arm].label or arm
         return PlannedRun(arm=arm, label=label, point=point, seed=seed, recipe=recipe, is_tuning=is_tuning)
@@ -452,7 +451,6 @@ class Design:
 
     @property
     def command(self) -> str:
-        """The command that makes the runs."""
         words = ["difftransformer", "study", self._file, "--preset", self.name]
         words += ["--source", self.config.source] if self.config.source else []
         words += [] if self._seeds is None else ["--seeds", str(self._seeds)]
@@ -485,7 +483,7 @@ class Design:
                 raise ConfigError(f"--set {self._changes[0]}: {advice}")
 
     def _check_plan(self) -> None:
-        """Check that the plan is of this study and names what it has."""
+        """Check that the plan is of this study and names nothing unknown."""
         plan, source = self.plan, self.preset.plan
         assert plan is not None
         if (plan.study, plan.preset) != (self.config.name, self.name):
@@ -547,7 +545,7 @@ class Design:
 
 
 def place(point: Mapping[str, str]) -> str:
-    """Return a point as a word, for names of files and keys."""
+    """Write a point as one word, for files and keys."""
     return "-".join(f"{axis}{value}" for axis, value in point.items())
 
 

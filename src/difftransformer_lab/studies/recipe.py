@@ -182,7 +182,7 @@ class Recipe:
         return counts.train_flops_per_token * training.steps * training.batch_tokens
 
     def missing(self) -> list[str]:
-        """What the recipe names and is not there, one line each. A store may hold the shards of a text that is elsewhere."""
+        """List missing files that the recipe names. A store may hold the shards of a text that is elsewhere."""
         named = [("data.mixture", one.source) for one in self.data.mixture] or [("data.source", self.data.source)]
         named = [] if is_url(self.data.folder) else named
         named.append(("data.tokenizer", self.data.tokenizer))
@@ -214,12 +214,11 @@ class Recipe:
         return config
 
     def with_model(self, attention_type: str) -> "Recipe":
-        """The same recipe with another attention type, and the fields that it alone has."""
+        """Return the recipe with another attention type and its own fields."""
         fields = self.compare.fields.get(attention_type, {})
         return dataclasses.replace(self, model=self.model | fields | {"attention_type": attention_type})
 
     def with_seed(self, seed: int) -> "Recipe":
-        """The same recipe with another training seed."""
         return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
 
 
@@ -326,7 +325,7 @@ def override(document: dict[str, Any], key: str, value: Any, *, said: str) -> No
 
 
 def _task_options(specs: list[Any], name: str, said: str) -> dict[str, Any]:
-    """Return the options of the task of that name, as evaluation.needle.documents=50 means them."""
+    """Return the options of a task, by the name in evaluation.needle.documents=50."""
     named = {spec.get("label") or spec.get("task"): spec for spec in specs if isinstance(spec, dict)}
     if name not in named:
         raise ConfigError(f"{said}: the recipe has no evaluation {name!r}; it has {', '.join(map(str, named))}")

@@ -69,7 +69,7 @@ def start_run(folder: Path, recipe: Recipe) -> None:
 
 
 def continued_recipe(folder: Path, recipe: Recipe) -> Recipe | None:
-    """Return the recipe of the run in a folder that another recipe continues; None where there is no run."""
+    """Return the recipe of the run in a folder, which `recipe` continues; None if there is no run."""
     path = folder / RECIPE_FILE
     if not path.exists() or not checkpoints(folder):
         return None
@@ -121,7 +121,7 @@ def _without_length(recipe: Recipe) -> dict[str, Any]:
 
 
 def _copy_checkpoint(source: Path, folder: Path, steps: int) -> None:
-    """Put a checkpoint of another run into a run folder, from where training continues as from one of its own."""
+    """Copy a checkpoint of another run into a run folder, to continue from."""
     source = latest_checkpoint(source)
     step = verify_checkpoint(source).step
     if step >= steps:
@@ -194,7 +194,7 @@ def _of_another_length(own: DiffTransformerConfig, recipe: Recipe) -> DiffTransf
 
 
 def run_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
-    """Return the results of a run's newest checkpoint that answer the recipe's tasks as they are now, by their names."""
+    """Return the results of the newest checkpoint that still answer the recipe's tasks, by name."""
     results = evaluations_folder(checkpoints(folder)[-1])
     stored = {
         spec.name: stored_result(results / f"{spec.name}.json", spec, tasks[spec.name]) for spec in recipe.evaluation

@@ -93,7 +93,7 @@ class Study:
         return self.store.index_file(self.design)
 
     def prepared(self, run: PlannedRun) -> Prepared:
-        """Return a run's data and tasks, which runs of the same request share."""
+        """Prepare a run's data and tasks; runs with equal ones share them."""
         recipe = self._on_this_machine(run.recipe)
         training, evaluation = recipe.training, [asdict(spec) for spec in recipe.evaluation]
         lengths = training.context_tokens, training.validation_windows, recipe.planned_config().max_position_embeddings
@@ -105,7 +105,7 @@ class Study:
         return replace(self._prepared[key], recipe=recipe)
 
     def _on_this_machine(self, recipe: Recipe) -> Recipe:
-        """Return a recipe with the folders of upcycled models, which are made if they are missing."""
+        """Replace upcycled models by their folders, which are made if missing."""
         if self._source is None:
             return recipe
         made = {}
@@ -224,7 +224,7 @@ class Study:
         return len(self.design.reported(rates if self.design.is_tuned(rates) else None))
 
     def write_index(self, **beside: Any) -> StudyIndex:
-        """Write what the study asks for and which of its runs are there, with further fields of the index."""
+        """Write the index of the study: its design and the runs that are there; `beside` are further fields."""
         config, design, tuning = self.design.config, self.design, self.tuning()
         rates = self._best(tuning)
         runs = [*tuning, *design.reported(rates)]
@@ -329,7 +329,7 @@ class Study:
             self.write_index()
 
         def alike(data_sha256: str) -> Iterator[Path]:
-            """The folders of this study's runs by the same code on the same machine, as their records say."""
+            """Folders of this study's runs with the same code and machine in their records."""
             for run in (*self.tuning(), *self.design.reported(self.rates())):
                 file = self.store.find(run, data_sha256)
                 if file is not None and self.store.read(file).environment == here:

@@ -98,7 +98,7 @@ class LengthDependence:
 
 
 def _state(model: Any) -> State:
-    """Return what modules hold beside their weights: buffers that are not saved, and the numbers beside these."""
+    """Return the state of modules beside their weights: buffers that are not saved, and numbers."""
     return {
         (module, name): value.clone() if isinstance(value, Tensor) else value
         for module in model.modules()

@@ -159,7 +159,7 @@ def balanced(examples: Sequence[Example], rng: np.random.Generator) -> list[list
 
 
 def draw_items(data: LabelledSet, count: int, seed: int) -> list[Example]:
-    """Draw test examples, balanced over the classes as far as they have enough."""
+    """Draw test examples, balanced over the classes as far as possible."""
     if count > len(data.test):
         raise DataError(f"items={count}: {data.name} has {len(data.test)} test examples; ask for at most this number")
     rounds = balanced(data.test, np.random.default_rng([seed, 1]))
@@ -167,5 +167,5 @@ def draw_items(data: LabelledSet, count: int, seed: int) -> list[Example]:
 
 
 def draw_rounds(data: LabelledSet, seed: int, draw: int = 0) -> list[list[Example]]:
-    """Draw rounds of demonstrations with one of each class; a function of the seed and of the number of the draw."""
+    """Draw rounds of demonstrations, each with one example of each class."""
     return balanced(data.train, np.random.default_rng([seed, 2, draw]))

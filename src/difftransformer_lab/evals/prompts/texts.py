@@ -148,7 +148,7 @@ def window_start(tokenizer: Tokenizer, add_bos_token: bool | None) -> tuple[list
 
 
 def separation(tokenizer: Tokenizer) -> str:
-    """Return the sentence that says what separates documents, for the choices of a task that scores tokens."""
+    """Say what separates documents, for the choices of a task that scores tokens."""
     return (
         f"Documents (files, lines of a .jsonl file, rows of an hf: set) are separated by {tokenizer.end_of_text_token!r}, "
         "which is never scored; a window may hold several."

@@ -42,8 +42,6 @@ TREC_FINE_WORDS = {
 
 @dataclass(frozen=True)
 class Example:
-    """A text and its label."""
-
     text: str
     label: str
 
@@ -76,7 +74,6 @@ class LabelledSet:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """The sorted labels."""
         return tuple(sorted({example.label for example in self.train}))
 
 

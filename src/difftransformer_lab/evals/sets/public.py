@@ -30,7 +30,7 @@ def jsonl_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[st
 
 
 def text_field(row: dict[str, Any], field: str, place: str) -> str:
-    """Return a field that must hold text. Numbers are converted to text; messages begin with `place`, where the row is."""
+    """Return a field as text; numbers are converted. `place` says in messages where the row is."""
     value = row.get(field)
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
@@ -41,7 +41,7 @@ def text_field(row: dict[str, Any], field: str, place: str) -> str:
 
 
 def chosen(count: int, wanted: int | None, seed: int) -> list[int]:
-    """Return the ascending indices of `wanted` items drawn from `count`, or of all items if `wanted` is None."""
+    """Draw `wanted` of `count` indices, all if None, in ascending order."""
     if wanted is None or wanted >= count:
         return list(range(count))
     return sorted(np.random.default_rng(seed).choice(count, wanted, replace=False).tolist())

@@ -177,7 +177,7 @@ class EndpointJudge:
             logging.getLogger(name).setLevel(logging.WARNING)  # below, they repeat headers
 
     def judge(self, item: Item, answer: str) -> Judgment | None:
-        """Return the verdict, None where the reply has none. What ends the judging of all answers is raised."""
+        """Return the verdict; None if the reply has none. Errors that end the judging of all answers are raised."""
         import openai
 
         parts = {"document": item.document, "reference": item.reference, "question": item.question, "candidate": answer}
@@ -242,7 +242,7 @@ class HallucinationTask(Task):
         return [self.chosen_judge.identity, *shown]
 
     def judge(self, answers: Sequence[Any]) -> list[tuple[Item, str, Judgment | None]]:
-        """Return each item with its answer and the verdict, None where there is none."""
+        """Pair each item with its answer and its verdict, None without one."""
         texts = [self.tokenizer.decode(ids).strip() for ids in answers]
         if self.options.prompt == "base":
             texts = [text.partition("\n")[0].strip() for text in texts]

@@ -99,7 +99,7 @@ class PerplexityTask(Task):
         return self.separator if self.is_spelt else [self.separator, self.sizes.tolist()]
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Return nats a token, bits a byte and perplexity over all windows, and the loss by position."""
+        """Compute nats a token, bits a byte, perplexity, and the loss by position."""
         losses, targets = np.array(answers, np.float64), np.array([request.ids[1:] for request in self.requests])
         is_text = targets != self.separator
         losses[~is_text] = 0.0
@@ -124,7 +124,7 @@ class PerplexityTask(Task):
 
 
 def _perplexity(nll: Measurement) -> Measurement:
-    """Return exp(loss); its error is the loss's error times the derivative, exp(loss)."""
+    """Compute exp(loss). Its error is the loss's error times the derivative, exp(loss)."""
     value = math.exp(nll.value)
     error = None if nll.standard_error is None else value * nll.standard_error
     return replace(nll, name="perplexity", unit="per token", value=value, standard_error=error, better=None)

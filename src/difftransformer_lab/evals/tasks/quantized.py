@@ -78,7 +78,6 @@ class Options:
         return int(getattr(self.inner(), "seed", 0))
 
     def inner(self) -> Any:
-        """Return the options of the inner task."""
         return build(task_kind(self.task).options, self.task_options, source="task_options", error=ConfigError)
 
 
@@ -142,7 +141,7 @@ class QuantizedTask(Task):
         return judged
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Return the figures and items of the inner task, with bits and granularity."""
+        """Score the inner task under each setting."""
         measurements: list[Measurement] = []
         items: list[ItemScore] = []
         count = len(self.task.requests)
@@ -159,7 +158,7 @@ class QuantizedTask(Task):
 
 
 def contrasts(result: TaskResult) -> list[Contrast]:
-    """Return every figure at fewer bits against the same figure at the most bits, over the same items."""
+    """Contrast every figure at fewer bits with the same figure at the most bits, over the same items."""
     names = list(dict.fromkeys(item.name for item in result.items))
     most, *fewer = sorted(result.options["bits"], reverse=True)
     pairs = []

@@ -123,7 +123,7 @@ class RecallTask(Task):
 
 
 def packed(ids: Ids, ngram: int, vocab_size: int) -> Ids:
-    """Return every n-gram of a row as one number, (T - n + 1,)."""
+    """Pack every n-gram of a row into one number, (T - n + 1,)."""
     length = len(ids) - ngram + 1
     grams = np.zeros(max(0, length), np.int64)
     for offset in range(ngram if length > 0 else 0):
@@ -138,7 +138,7 @@ def repeated(grams: Ids) -> npt.NDArray[np.bool_]:
 
 
 def counted(kinds: Ids, parts: Iterable[Ids], ngram: int, vocab_size: int) -> Ids:
-    """Count how often each of the sorted `kinds` occurs in a text that is given in parts; other n-grams are not kept."""
+    """Count how often each of the sorted `kinds` occurs in a text that comes in parts."""
     counts = np.zeros(len(kinds), np.int64)
     before = np.empty(0, np.int64)
     for part in parts:
