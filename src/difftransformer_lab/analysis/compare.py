@@ -1,8 +1,8 @@
 """Every figure of every arm of a study, and its paired difference to the reference, with an interval and without a verdict.
 
 Runs are paired where seed and data are the same. Intervals are Student's t by seed; with one seed, a figure that is a sum over
-items has an interval over these. They stand each for itself: of many, some exclude zero by chance, so that only the contrasts
-that a study planned are decided (`contrasts.py`).
+items has an interval over these. Intervals are not corrected for multiple comparisons, so some exclude zero by chance; only
+planned contrasts are decided (`contrasts.py`).
 """
 
 import math

@@ -1,6 +1,6 @@
 """The page of a study, of a comparison and of a suite: question, table, figure, runs, recipe.
 
-There is one template. What is on a page are words of people (a study's question, a plan's sentences), tables and figures.
+All pages have one template. Its words are written by people: a study's question, a plan's sentences.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Results of tasks: the picture and the table of one task for some models, and paired differences over the same items.
 
-The results that a function takes are of one task, one for each model. The task's own file draws its picture.
+Functions take the results of one task, one for each model. The task's own file draws its picture.
 """
 
 import re

@@ -1,8 +1,7 @@
 """The typed JSON that every command writes: dataclasses, one writer, one strict reader.
 
 A results file is an object with `kind` (which dataclass), `version` (of this schema) and `result`. The reader checks
-all three and every field's type, so that a report never draws a file that it does not understand. This module imports no
-torch: a report is made wherever Python and matplotlib are.
+all three and the type of every field. This package imports no torch, so a report needs Python and matplotlib alone.
 
 Units are in the names: `_nats`, `_bits`, `_tokens`, `_bytes`, `_seconds`.
 """

@@ -1,6 +1,6 @@
 """Results of studies: one file for each trained run, and an index that says which runs a study is made of.
 
-A run's file knows nothing of studies, so that several studies may share it.
+A run's file does not name a study, so several studies can share it.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """One run of a study in a process of its own: train, then evaluate.
 
-The folder holds the resolved recipe; what is whole in it already is not done again, so a study that was stopped goes on.
+The folder holds the resolved recipe. Complete parts are not done again, so a stopped study continues.
 """
 
 import logging

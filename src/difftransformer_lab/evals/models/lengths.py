@@ -1,8 +1,7 @@
 """Models with keys that depend on the length of the row, such as the rotary types `longrope` and `dynamic`.
 
-Their tables change once a row becomes long. A key that was computed before is then not the one that the whole row has, and
-some keep the table of a long row for shorter ones that follow. No list of such types is kept: `LengthDependence` finds them by
-what their modules hold and answer for positions far apart.
+Their tables change once a row becomes long, so earlier keys no longer fit the row, and some models keep the table of a long
+row for shorter rows that follow. There is no list of such types: `LengthDependence` tries positions far apart.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Prompts of labelled demonstrations in tokens, and the labels as continuations among which a model chooses.
+"""Prompts of labelled demonstrations in tokens, with the labels as the continuations to choose from.
 
 The form follows Bertsch et al. (arXiv:2405.00200): a demonstration is `Question: TEXT`, a line end, `Type: LABEL`; a line of
 two equal signs separates it from the next one, and the prompt ends with `Type:`.

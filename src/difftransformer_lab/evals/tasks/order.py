@@ -1,8 +1,8 @@
 """How much many-shot accuracy changes with the order of the demonstrations.
 
 This is the robustness of arXiv:2410.05258 section 3.5 and its appendix. The same demonstrations are shown in several orders,
-each followed by the same test items. A margin between the best and the worst order means nothing without the margin that
-sampling alone would give: the binomial floor is the expected margin of as many independent draws with the mean accuracy.
+each followed by the same test items. Sampling alone gives a margin between the best and the worst order too: the binomial
+floor, the expected margin of as many independent draws with the mean accuracy.
 """
 
 import math
