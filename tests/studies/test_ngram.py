@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from difftransformer.errors import DataError
-from difftransformer_lab.studies import ngram
+from difftransformer_lab.studies import comparison
 from difftransformer_lab.studies.comparison import byte_bigram_bits_per_byte
 
 
@@ -47,7 +47,7 @@ def independent(train: bytes, validation: bytes) -> float:
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_it_agrees_with_an_independent_computation(chunk, monkeypatch):
     if chunk:
-        monkeypatch.setattr(ngram, "_CHUNK_BYTES", chunk)
+        monkeypatch.setattr(comparison, "_CHUNK_BYTES", chunk)
     draw = random.Random(2)
     train = bytes(draw.choices(range(256), weights=range(256, 0, -1), k=2000))
     validation = bytes(draw.choices(range(256), k=701))
