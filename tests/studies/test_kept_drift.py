@@ -3,7 +3,7 @@
 import numpy as np
 
 from difftransformer_lab.results import Drift, read_result
-from difftransformer_lab.studies import upcycling
+from difftransformer_lab.studies import comparison
 
 
 def test_drift_is_that_of_the_models_and_the_text_as_they_are(tmp_path, monkeypatch, caplog):
@@ -22,14 +22,14 @@ def test_drift_is_that_of_the_models_and_the_text_as_they_are(tmp_path, monkeypa
         def tokens(self, split):
             return self.ids
 
-    monkeypatch.setattr(upcycling, "measure_drift", measure)
+    monkeypatch.setattr(comparison, "measure_drift", measure)
     source, target, cached, text = tmp_path / "source", tmp_path / "target", tmp_path / "drift.json", Text()
     for folder in (source, target):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"weights")
 
     def drift():
-        return upcycling._drift(source, target, cached, text)
+        return comparison._drift(source, target, cached, text)
 
     first = drift()
     assert drift() == first == read_result(cached, Drift)
