@@ -2,7 +2,8 @@
 
 Sphinx reads a copy of this folder to which pages are added: the API reference, with a page for each package, and the
 changelog and the contributor's guide of the repository. The navigation is the list of links in index.md, where indented
-items belong to the page above them. Every warning is an error.
+items belong to the page above them. Pictures have a second form for dark pages: an SVG in other colours, or the PNG of that
+name with `-dark`. Every warning is an error.
 """
 
 import ast
@@ -14,6 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 import tomllib
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from inserted import Inserted
 
 import difftransformer
 from difftransformer import __version__
+from difftransformer_lab.plots import dark_svg
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -33,6 +36,7 @@ OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 API = "api/index.md"
 EXPLORER = "explorer.html"
 FRAME = f"""<iframe class="explorer" src="{EXPLORER}" title="Attention maps of every head of demo" loading="lazy"></iframe>"""
+PICTURE = re.compile(r"!\[([^\]]+)\]\(([^)\s]+)\.(svg|png)\)")
 ENTRY = re.compile(r"^( *)- \[([^\]]+)\]\(([^)#]+\.(?:md|ipynb))\)", re.MULTILINE)
 
 
@@ -85,7 +89,8 @@ def write_api(folder: Path) -> None:
     words = "Public names are those that a package imports in its `__init__.py`. Those of `difftransformer` itself come first."
     (folder / "index.md").write_text(f"# API\n\n{words}\n\n{shown}", encoding="utf-8")
     for package in PACKAGES:
-        parts = [package, "=" * len(package), "", f".. automodule:: {package}", ""]
+        title = package.rpartition(".")[2]  # short enough for a telephone
+        parts = [title, "=" * len(title), "", f".. automodule:: {package}", ""]
         parts += [entry(package, name) for name in public_names(package)]
         parts += [
             entry(f"{package}.{module}", name) for module, names in MODULES.get(package, {}).items() for name in names
@@ -106,7 +111,7 @@ def write_pages(folder: Path) -> None:
             text = re.sub(
                 rf"\]\((\.\./)+{re.escape(name)}", f"]({'../' * len(page.relative_to(folder).parts[1:])}{own}", text
             )
-        page.write_text(text, encoding="utf-8")
+        page.write_text(with_dark_pictures(text, page.parent), encoding="utf-8")
     page = folder / "how-it-works.md"
     page.write_text(page.read_text("utf-8").replace("<!-- explorer -->", FRAME), encoding="utf-8")
     for page in (folder / "notebooks").glob("*.ipynb"):
@@ -116,6 +121,19 @@ def write_pages(folder: Path) -> None:
     for page, tree in navigation(folder).items():
         with (folder / page).open("a", encoding="utf-8") as file:
             file.write(tree)
+
+
+def with_dark_pictures(text: str, folder: Path) -> str:
+    """Let each picture be followed by its dark form; the theme shows one of them."""
+
+    def pair(match: re.Match) -> str:
+        words, name, ending = match.groups()
+        if ending == "svg":
+            svg = (folder / f"{name}.svg").read_text(encoding="utf-8")
+            (folder / f"{name}-dark.svg").write_text(dark_svg(svg), encoding="utf-8")
+        return f"![{words}]({name}.{ending}){{.only-light}}\n![{words}]({name}-dark.{ending}){{.only-dark}}"
+
+    return PICTURE.sub(pair, text)
 
 
 def colab_link(notebook: str, root: Path = ROOT) -> str:
@@ -169,15 +187,17 @@ def main() -> int:
 
     # The notebooks' models are small. Where other programs take the cores, threads that wait for one another lose minutes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    target = Path(sys.argv[1]).absolute()
+    target, start = Path(sys.argv[1]).absolute(), time.monotonic()
+    print("The site takes about 4 minutes on two idle cores; most of it are the notebooks, which run once.", flush=True)
     with tempfile.TemporaryDirectory() as place:
         pages = Path(place) / "docs"
         write_pages(pages)
         shutil.copy(ROOT / "README.md", place)  # a part of which index.md includes
         shutil.rmtree(target, ignore_errors=True)
-        words = ["-b", "html", "-c", str(DOCS), "-d", str(Path(place) / "trees"), "-W", "--keep-going", "-q"]
+        words = ["-j", "2", "-b", "html", "-c", str(DOCS), "-d", str(Path(place) / "trees"), "-W", "--keep-going", "-q"]
         status = sphinx([*words, str(pages), str(target)])
         write_explorer(target / EXPLORER)
+        print(f"{target / 'index.html'}, after {time.monotonic() - start:.0f} seconds")
         return status
 
 

@@ -15,6 +15,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 suppress_warnings = ["myst.strikethrough"]
 smartquotes = False
 myst_heading_anchors = 4
+myst_enable_extensions = ["attrs_inline"]  # of pictures: their form for light and for dark pages
 
 # Docstrings write code in single backticks.
 default_role = "code"

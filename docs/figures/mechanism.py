@@ -34,6 +34,13 @@ SIGNED = LinearSegmentedColormap.from_list("signed", ["#8a3b00", "#e98a3d", "#ff
 LAYER, FINDS = 1, 1
 """The layer that is drawn, and its head that finds the number."""
 LABELLED = 0.1
+PAGE, WORDS = "#14171b", "#e8eaed"
+DARK = (
+    dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), WORDS)
+    | dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), PAGE)
+    | {"axes.edgecolor": "#8b929b"}
+)
+"""Of a picture for dark pages, whose cells keep their colours."""
 FIRST, SECOND, BOTH = "#cfe3f1", "#f8dccb", "#eceff1"
 HALVES = [
     (4.2, "Q1 (width D)", FIRST),
@@ -82,7 +89,7 @@ def draw_maps(words: list[str], layer: LayerMaps) -> Figure:
         ax.bar(np.arange(len(words)) + 0.33 * (place - 1), row, 0.33, color=COLOURS[place], label=name)
     for at in np.flatnonzero(np.max(np.abs([*rows.values()]), 0) > LABELLED):
         ax.text(at, max(row[at] for row in rows.values()) + 0.04, words[at].strip() or "␣", ha="center", fontsize=12)
-    ax.axhline(0, color=INK, linewidth=0.6)
+    ax.axhline(0, color=matplotlib.rcParams["text.color"], linewidth=0.6)
     ax.set_ylabel("weight")
     ax.set_ylim(-0.9, 1.2)
     ax.set_xlim(-0.8, len(words) - 0.2)
@@ -159,12 +166,14 @@ def source() -> str:
 def main() -> None:
     words, layers = shipped_maps()
     with matplotlib.rc_context(STYLE | {"axes.grid": False, "font.size": 9.0}):
-        buffer = io.BytesIO()
-        draw_maps(words, layers[LAYER]).savefig(buffer, format="png", dpi=150)
-        picture = Image.open(buffer).convert("RGB").quantize(200)
-        notes = PngImagePlugin.PngInfo()
-        notes.add_text("Source", source())
-        picture.save(FOLDER / "maps.png", optimize=True, pnginfo=notes)
+        for name, colours in (("maps", {}), ("maps-dark", DARK)):
+            with matplotlib.rc_context(colours):
+                buffer = io.BytesIO()
+                draw_maps(words, layers[LAYER]).savefig(buffer, format="png", dpi=150)
+            picture = Image.open(buffer).convert("RGB").quantize(200)
+            notes = PngImagePlugin.PngInfo()
+            notes.add_text("Source", source())
+            picture.save(FOLDER / f"{name}.png", optimize=True, pnginfo=notes)
         for name, figure in (
             ("layout", draw_layout()),
             ("lambda", draw_lambda(read_result(RESULTS / "lambda.json", TaskResult))),

@@ -66,8 +66,10 @@ _ON_DARK_PAGES = {
     INK: "#e8eaed", "#555555": "#8b929b", "#e3e3e3": "#2e343c", "#ffffff": "#14171b", REFERENCE_COLOUR: "#a2a9b1",
     "#0072b2": "#4ba9e3", "#d55e00": "#f2843f", "#009e73": "#2fc497", "#332288": "#9a8ce6", "#882255": "#d96b9e",
     "#6b4e16": "#c09a55", "#117733": "#53bb70", "#000000": "#f2f2f2", "#aa4499": "#d57cc6", "#999933": "#b5b54d",
+    "#f4f4f4": "#1b2027", "#eceff1": "#252c34", "#eaf2f8": "#1b2b38", "#cfe3f1": "#1f3b50",
+    "#fdf2e3": "#33291a", "#f8dccb": "#4a2d1e",
 }  # fmt: skip
-"""Colours of lines and words on a dark page; others are bright enough on both."""
+"""Colours of lines, words and pale grounds on a dark page; others are bright enough on both."""
 
 ACCURACY_COLOURS = LinearSegmentedColormap.from_list("accuracy", ["#f7fafc", "#9cc4dd", "#2b7bb0", "#08306b"], N=48)
 """Pale to dark blue. From 50 colours on, matplotlib would put the colour bar into an SVG as a bitmap."""
@@ -237,6 +239,11 @@ def inline_svg(drawing: Drawing) -> str:
 def colours_of_pages() -> str:
     """Return the colours of figures on light and dark pages, as custom properties of CSS."""
     return " ".join(f"--f{light[1:]}: light-dark({light}, {dark});" for light, dark in _ON_DARK_PAGES.items())
+
+
+def dark_svg(svg: str) -> str:
+    """Return a figure in the colours of dark pages."""
+    return re.sub(f"(?<=: )({'|'.join(_ON_DARK_PAGES)})", lambda match: _ON_DARK_PAGES[match[1]], svg)
 
 
 def _inline(svg: str, shown: str, name: str, prefix: str) -> str:

@@ -66,9 +66,9 @@ def test_a_long_sentence_is_found():
 
 @pytest.mark.parametrize("path", PLAIN[1:], ids=name)
 def test_links_to_the_glossary_name_its_terms(path):
-    text = (DOCS / "glossary.md").read_text(encoding="utf-8").lower()
+    text = " ".join((DOCS / "glossary.md").read_text(encoding="utf-8").lower().split())
     for term in re.findall(r"\[([^\]]+)\]\([./]*glossary\.md#[\w-]+\)", path.read_text(encoding="utf-8")):
-        assert re.sub(r"('s|s)$", "", term.lower()) in text, term
+        assert re.sub(r"('s|s)$", "", " ".join(term.lower().split())) in text, term
 
 
 def load(path):
