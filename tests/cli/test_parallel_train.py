@@ -95,7 +95,7 @@ def test_a_killed_launcher_is_not_waited_for(toy_file, tmp_path, by):
 
     if by == "script":
         assert launcher.stdout.readline() == "meets\n"
-    time.sleep(1.5)  # the command has begun, and imports torch
+    wait_until(lambda: len([*(member / "task").iterdir()]) > 1)  # a thread watches the launcher
     assert runs()
     launcher.kill()
     wait_until(lambda: not runs())
