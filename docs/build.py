@@ -192,6 +192,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         pages = Path(place) / "docs"
         write_pages(pages)
+        kernels = Path(place) / "ipython" / "profile_default"
+        kernels.mkdir(parents=True)
+        (kernels / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n")  # errors alone
+        os.environ["IPYTHONDIR"] = str(kernels.parent)
         shutil.copy(ROOT / "README.md", place)  # a part of which index.md includes
         shutil.rmtree(target, ignore_errors=True)
         words = ["-j", "2", "-b", "html", "-c", str(DOCS), "-d", str(Path(place) / "trees"), "-W", "--keep-going", "-q"]

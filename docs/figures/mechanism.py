@@ -31,6 +31,7 @@ RESULTS = FOLDER.parent / "results"
 WIDTH_INCHES = 9.0
 NAMES = ("A1", "A2", "A1 − λ A2")
 SIGNED = LinearSegmentedColormap.from_list("signed", ["#8a3b00", "#e98a3d", "#ffffff", "#4a94c8", "#08306b"])
+SIGNED_DARK = LinearSegmentedColormap.from_list("signed dark", ["#ffc48f", "#b5561b", "#14171b", "#2b7bb0", "#b4dcf7"])
 LAYER, FINDS = 1, 1
 """The layer that is drawn, and its head that finds the number."""
 LABELLED = 0.1
@@ -40,7 +41,7 @@ DARK = (
     | dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), PAGE)
     | {"axes.edgecolor": "#8b929b"}
 )
-"""Of a picture for dark pages, whose cells keep their colours."""
+"""Of a picture for dark pages."""
 FIRST, SECOND, BOTH = "#cfe3f1", "#f8dccb", "#eceff1"
 HALVES = [
     (4.2, "Q1 (width D)", FIRST),
@@ -68,13 +69,13 @@ def maps_of(layer: LayerMaps, head: int) -> dict[str, np.ndarray]:
     return dict(zip(NAMES, (first, second, first - float(layer.lam[head, 0]) * second), strict=True))
 
 
-def draw_maps(words: list[str], layer: LayerMaps) -> Figure:
+def draw_maps(words: list[str], layer: LayerMaps, signed: LinearSegmentedColormap) -> Figure:
     """The maps of the head that finds the number, and below them what its last token reads."""
     figure = Figure(figsize=(WIDTH_INCHES, 5.4), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(3.4, 2.0))
     above.suptitle(f"Head {FINDS}: weights of every token (row) on every earlier token (column)", x=0.01, ha="left")
     for ax, (name, cells) in zip(above.subplots(1, 3), maps_of(layer, FINDS).items(), strict=True):
-        image = heat_map(ax, np.cbrt(cells), SIGNED, -1, 1)
+        image = heat_map(ax, np.cbrt(cells), signed, -1, 1)
         ax.set_aspect("equal")
         ax.set_title(name)
         ax.set_xticks([])
@@ -166,10 +167,10 @@ def source() -> str:
 def main() -> None:
     words, layers = shipped_maps()
     with matplotlib.rc_context(STYLE | {"axes.grid": False, "font.size": 9.0}):
-        for name, colours in (("maps", {}), ("maps-dark", DARK)):
+        for name, colours, signed in (("maps", {}, SIGNED), ("maps-dark", DARK, SIGNED_DARK)):
             with matplotlib.rc_context(colours):
                 buffer = io.BytesIO()
-                draw_maps(words, layers[LAYER]).savefig(buffer, format="png", dpi=150)
+                draw_maps(words, layers[LAYER], signed).savefig(buffer, format="png", dpi=150)
             picture = Image.open(buffer).convert("RGB").quantize(200)
             notes = PngImagePlugin.PngInfo()
             notes.add_text("Source", source())

@@ -83,8 +83,9 @@ def script():
     return load(DOCS / "figures" / "mechanism.py")
 
 
-def test_the_picture_of_the_maps_is_drawn_from_the_shipped_model(script):
-    assert Image.open(DOCS / "figures" / "maps.png").text["Source"] == script.source()
+@pytest.mark.parametrize("name", ["maps", "maps-dark"])
+def test_the_picture_of_the_maps_is_drawn_from_the_shipped_model(script, name):
+    assert Image.open(DOCS / "figures" / f"{name}.png").text["Source"] == script.source()
 
 
 def test_what_is_said_of_the_maps_is_in_the_model(script):

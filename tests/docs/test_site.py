@@ -156,6 +156,21 @@ def test_the_search_finds_a_page_from_disk(pages):
     assert "how-it-works" in index
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [("drop", "guides/layer"), ("fine tune", "guides/llama"), ("gqa", "guides/layer"), ("kv cache", "guides/layer")],
+)
+def test_the_search_finds_what_people_look_for(pages, words, page):
+    text = (SITE / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    place = index["docnames"].index(page)
+    for word in words.split():
+        found = [
+            index[part].get(stem, []) for part in ("terms", "titleterms") for stem in {word, word.removesuffix("e")}
+        ]
+        assert place in {one for some in found for one in (some if isinstance(some, list) else [some])}, word
+
+
 MEASURE = """<!DOCTYPE html><body style="margin: 0"><iframe id="page" style="border: 0; width: WIDTHpx; height: 900px"></iframe>
 <script>
 const pages = PAGES, found = {};
