@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from inserted import Inserted
@@ -159,6 +160,29 @@ def write_explorer(path: Path) -> None:
         maps(open_model(folder), open_tokenizer(folder), names=("demo",)).save(path)
 
 
+def run_notebooks(folder: Path, place: Path) -> None:
+    """Run each notebook once, two at a time, and keep the outputs, which are not in git."""
+    profile = place / "ipython" / "profile_default"
+    profile.mkdir(parents=True)
+    (profile / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n", encoding="utf-8")  # errors alone
+    os.environ["IPYTHONDIR"] = str(profile.parent)
+    paths = sorted(folder.glob("*.ipynb"))
+    with ProcessPoolExecutor(2) as pool:
+        list(pool.map(run_notebook, paths, [place / path.stem for path in paths]))
+
+
+def run_notebook(path: Path, work: Path) -> None:
+    """Run a notebook in a folder of its own."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    started, notebook = time.monotonic(), nbformat.read(path, as_version=4)
+    work.mkdir()
+    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(work)}}).execute()
+    nbformat.write(notebook, path)
+    print(f"{path.name} ran for {time.monotonic() - started:.0f} seconds", flush=True)
+
+
 def navigation(folder: Path) -> dict[str, str]:
     """Hidden tables of contents, by the page that they belong to."""
     trees = {"index.md": ""}
@@ -192,13 +216,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         pages = Path(place) / "docs"
         write_pages(pages)
-        kernels = Path(place) / "ipython" / "profile_default"
-        kernels.mkdir(parents=True)
-        (kernels / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n")  # errors alone
-        os.environ["IPYTHONDIR"] = str(kernels.parent)
+        if os.environ.get("DIFFTRANSFORMER_NOTEBOOKS") != "off":
+            run_notebooks(pages / "notebooks", Path(place) / "run")
         shutil.copy(ROOT / "README.md", place)  # a part of which index.md includes
         shutil.rmtree(target, ignore_errors=True)
-        words = ["-j", "2", "-b", "html", "-c", str(DOCS), "-d", str(Path(place) / "trees"), "-W", "--keep-going", "-q"]
+        words = ["-b", "html", "-c", str(DOCS), "-d", str(Path(place) / "trees"), "-W", "--keep-going", "-q"]
         status = sphinx([*words, str(pages), str(target)])
         write_explorer(target / EXPLORER)
         print(f"{target / 'index.html'}, after {time.monotonic() - start:.0f} seconds")

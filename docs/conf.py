@@ -1,6 +1,5 @@
 """Settings of Sphinx for the site that `make docs` builds. `build.py` in this folder prepares the pages."""
 
-import os
 import re
 import textwrap
 
@@ -29,11 +28,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 
-# The outputs of notebooks are not kept in git: the build runs them. "off" builds a site without outputs.
-nb_execution_mode = os.environ.get("DIFFTRANSFORMER_NOTEBOOKS", "force")
-nb_execution_timeout = 1800  # of a cell, on a busy machine
-nb_execution_raise_on_error = True
-nb_execution_show_tb = True
+nb_execution_mode = "off"  # build.py runs them
 nb_merge_streams = True
 nb_output_stderr = "remove"  # progress bars
 
