@@ -141,9 +141,11 @@ def study_page(study: StudyAnalysis) -> Page:
     if index.baselines:
         cells = [[one.name, fixed(one.bits_per_byte, 4)] for one in index.baselines]
         table = Table("baselines", "Models of the same text", (*names("model"), Group("bits/byte")), cells)
-        sections.append(_tables("baselines", "Baselines", table))
+        sections.append(Section(slug="baselines", title="Baselines", tables=[table]))
     if index.upcycling:
-        sections.append(_tables("upcycling", "Before and after", tables.upcycling_table(records, rows)))
+        sections.append(
+            Section(slug="upcycling", title="Before and after", tables=[tables.upcycling_table(records, rows)])
+        )
     if study.scaling:
         drawing = figures.draw_scaling(records, study.scaling)
         needs = [tables.needs_table(study.scaling), tables.laws_table(study.scaling)] if study.scaling.needs else []
@@ -156,9 +158,10 @@ def study_page(study: StudyAnalysis) -> Page:
     sections += _drawn(figures.draw_positions(records))
     if records.runs:
         costs = [tables.measured_costs_table(records)] if index.costs else []
-        sections.append(_tables("cost", "Parameters and time", *costs, tables.costs_table(records)))
+        costs.append(tables.costs_table(records))
+        sections.append(Section(slug="cost", title="Parameters and time", tables=costs))
     if index.rates:
-        sections.append(_tables("rates", "Learning rates", tables.rates_table(records)))
+        sections.append(Section(slug="rates", title="Learning rates", tables=[tables.rates_table(records)]))
     there, planned = _progress(records)
     made = [tables.arms_table(records), tables.machines_table(records)]
     if study.shared:
@@ -212,7 +215,7 @@ def suite_page(
             for one in (result.model for result in first)
         ]
         groups = names("model", "architecture", "attention", "parameters", "dtype", "sha256")
-        sections.append(_tables("models", "Models", Table("models", "Models", groups, rows)))
+        sections.append(Section(slug="models", title="Models", tables=[Table("models", "Models", groups, rows)]))
     return Page(title=f"Suite {name}", about=about, sections=sections)
 
 
@@ -322,10 +325,6 @@ def _progress(records: Records) -> list[str]:
 
 def _drawn(*drawings: Drawing | None) -> list[Section]:
     return [Section(slug=one.name, title=one.title, drawing=one) for one in drawings if one is not None]
-
-
-def _tables(slug: str, title: str, *shown: Table | None) -> Section:
-    return Section(slug=slug, title=title, tables=[table for table in shown if table is not None])
 
 
 def _or_gap(gaps: list[str], what: str, make: Callable[[], T]) -> T | None:

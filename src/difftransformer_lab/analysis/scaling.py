@@ -67,7 +67,6 @@ class Need:
 
     axis: StudyAxis
     arm: StudyArm
-    value: str
     n: float
     fit: Amount
     raw: Amount
@@ -95,7 +94,6 @@ class Trend:
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
     figure: StudyFigure
-    reference: StudyArm
     trends: list[Trend]
     needs: list[Need]
     gaps: list[str]
@@ -160,14 +158,13 @@ def scaling_of(records: Records) -> Scaling:
                     trends.append(_trend(paired, draws, axis, one, column))
                     seen.add(one.name)
             needs += _needs(paired, draws, axis, arm)
-    return Scaling(figure=records.index.figures[0], reference=records.reference, trends=trends, needs=needs, gaps=gaps)
+    return Scaling(figure=records.index.figures[0], trends=trends, needs=needs, gaps=gaps)
 
 
 @dataclass(frozen=True)
 class _Paired:
-    """Losses of an arm (column 0) and the reference (column 1) at each setting: names, n (S, 2), and (seeds, 2) each."""
+    """Losses of an arm (column 0) and the reference (column 1) at each setting: n (S, 2), and (seeds, 2) each."""
 
-    names: list[str]
     n: np.ndarray
     values: list[np.ndarray]
 
@@ -202,10 +199,10 @@ def _paired(records: Records, axis: StudyAxis, arm: StudyArm) -> _Paired:
         if rows:
             first = [next(iter(by_seed.values())) for by_seed in runs]
             n = [run.parameters if axis.name == "size" else run.train_tokens for run in first]
-            settings.append((n, name, np.array(rows, dtype=np.float64)))
+            settings.append((n, np.array(rows, dtype=np.float64)))
     settings.sort(key=lambda setting: setting[0])
-    sizes = np.array([n for n, _, _ in settings], dtype=np.float64).reshape(-1, 2)
-    return _Paired([name for _, name, _ in settings], sizes, [values for *_, values in settings])
+    sizes = np.array([n for n, _ in settings], dtype=np.float64).reshape(-1, 2)
+    return _Paired(sizes, [values for _, values in settings])
 
 
 def _trend(paired: _Paired, draws: np.ndarray, axis: StudyAxis, arm: StudyArm, column: int) -> Trend:
@@ -222,10 +219,10 @@ def _needs(paired: _Paired, draws: np.ndarray, axis: StudyAxis, arm: StudyArm) -
     law, reference = fit_power_law(mine, every[:, :, 0]), fit_power_law(other, every[:, :, 1])
     levels = reference.at(other)
     needs = []
-    for place, (name, n) in enumerate(zip(paired.names, other, strict=True)):
+    for place, n in enumerate(other):
         fit = _amount(law.inverse(levels[:, place]), n, mine)
         raw = _amount(interpolate(mine, every[:, :, 0], every[:, place, 1]), n, mine)
-        needs.append(Need(axis=axis, arm=arm, value=name, n=float(n), fit=fit, raw=raw))
+        needs.append(Need(axis=axis, arm=arm, n=float(n), fit=fit, raw=raw))
     return needs
 
 

@@ -406,11 +406,9 @@ def arms_table(records: Records) -> Table:
     return Table("arms", "Models", (*groups, *map(Group, counted)), rows, notes)
 
 
-def rates_table(records: Records) -> Table | None:
-    """Show the mean figure at every learning rate, the best one marked; None if none was tried."""
+def rates_table(records: Records) -> Table:
+    """Show the mean figure at every learning rate, the best one marked."""
     index = records.index
-    if not index.rates:
-        return None
     every = sorted({rate for one in index.rates for rate, _ in one.tried})
     rows = []
     for one in index.rates:

@@ -20,16 +20,7 @@ from difftransformer.typed import ASIDE, plain
 
 from ..environment import environment, now
 from ..evals.engine import Task
-from ..results import (
-    Curve,
-    RunFigure,
-    RunRecord,
-    TaskResult,
-    headlines,
-    kept_result,
-    read_result,
-    write_result,
-)
+from ..results import Curve, RunFigure, RunRecord, TaskResult, headlines, kept_result, read_result, write_result
 from ..results.curves import spikes
 from .design import TRAINING, Design, PlannedRun, place
 from .recipe import Recipe, identity, recipe_from
