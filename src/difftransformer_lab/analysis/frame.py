@@ -113,7 +113,6 @@ class Records:
         return numbers
 
     def numbers(self, figure: StudyFigure, arm: str, point: Point) -> dict[int, Number]:
-        """Return a figure of the study by seed."""
         return self._numbers.get((figure.label, arm, "/".join(point)), {})
 
     @property

@@ -107,7 +107,6 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, see
 
 
 def measure_words(name: str) -> str:
-    """Return a measure's name as a reader knows it."""
     for pattern, words in _MEASURES:
         name = re.sub(pattern, words, name)
     return name

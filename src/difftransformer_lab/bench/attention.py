@@ -48,7 +48,6 @@ class AttentionShape(NamedTuple):
 
     @property
     def queries_tokens(self) -> int:
-        """Number of queries, T."""
         return 1 if self.mode == "decode" else self.length_tokens
 
     @property
@@ -87,7 +86,6 @@ def shape_of(dtype: Dtype, mode: Mode, length: int, width: int, device: str) -> 
 
 
 def time_attention(shape: AttentionShape, settings: Settings) -> list[BenchRow]:
-    """Time every implementation on one shape, interleaved."""
     kernel = KERNELS[settings.device]
     ours = [f"softmax {kernel}", *(f"diff {backend}" for backend in settings.backends or (kernel, "chunked"))]
     data = draw(shape, settings.device)  # one copy: decoding reads gigabytes

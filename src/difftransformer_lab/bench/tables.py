@@ -76,7 +76,6 @@ def label(row: BenchRow) -> str:
 
 
 def grouped(rows: Iterable[BenchRow], key: Callable[[BenchRow], T]) -> dict[T, list[BenchRow]]:
-    """Arrange rows by key, in the order in which the keys come."""
     groups: dict[T, list[BenchRow]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)

@@ -51,7 +51,6 @@ def check_positive(**flags: int | None) -> None:
 
 
 def check_device(device: str) -> None:
-    """Check that a device exists here."""
     if device not in DEVICES:
         raise ConfigError(f"--device {device}: choose one of {', '.join(DEVICES)}")
     if device == "cuda":
@@ -122,7 +121,6 @@ class _Help(argparse.HelpFormatter):
 
 
 def read_words(parser: ArgumentParser, words: list[str]) -> dict[str, Any]:
-    """Parse the words of a verb."""
     try:
         values: dict[str, Any] = parser.parse_args(_normal(parser, words)).as_dict()
     except ArgumentError as error:
@@ -207,7 +205,6 @@ def _expected(kind: Any) -> str:
 
 
 def _kinds(action: Any) -> tuple[Any, ...]:
-    """List the types that an argument allows."""
     annotation = getattr(action, "_typehint", None)
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 

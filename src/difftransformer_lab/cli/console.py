@@ -52,7 +52,6 @@ def command(*words: object) -> str:
 
 
 def show_next(*words: object) -> None:
-    """Print the command that a reader may run next."""
     show(f"Next: {command(*words)}")
 
 

@@ -101,7 +101,6 @@ def watch_study(bars: Bars, title: str) -> "Callable[[Sequence[Job]], None]":
 
 
 def step_bar(bars: Bars, label: str, steps: int) -> "Callback":
-    """Draw one run as a bar."""
     from difftransformer.train import Callback, Trainer
     from difftransformer.train.metrics import Metrics, StepMetrics
 

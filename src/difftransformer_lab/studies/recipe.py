@@ -229,7 +229,6 @@ def counts_of(config: Any, context_tokens: int) -> Counts:
 
 
 def round_width(config: DiffTransformerConfig, multiple: int) -> None:
-    """Round intermediate_size to the nearest multiple."""
     if multiple < 1:
         raise ConfigError(f"model.multiple_of={multiple}: give at least 1")
     stated = config.intermediate_size

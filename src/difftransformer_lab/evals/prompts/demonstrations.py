@@ -68,7 +68,6 @@ class DataOptions:
                 raise refused(self, field, "give a word")
 
     def read(self) -> LabelledSet:
-        """Read the examples."""
         if self.train_file is not None:
             return read_labelled_files(self.train_file, self.test_file, seed=self.seed)
         return read_labelled(self.data or "trec", self.folder or os.environ.get(FOLDER_VARIABLE) or None)
