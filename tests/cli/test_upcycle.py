@@ -76,7 +76,7 @@ def test_a_text_too_short_to_compare_is_refused_before_anything_is_written(llama
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_children")
-def test_the_study(llama, text, tmp_path, capfd):
+def test_the_study(llama, text, tmp_path):
     """Toy lengths of the shipped recipe: every model trained on the same batches; run again, nothing is done twice."""
     shorter = {
         "data.source": text, "data.folder": tmp_path / "shards", "training.steps": 3, "training.batch_tokens": 128,
@@ -87,7 +87,6 @@ def test_the_study(llama, text, tmp_path, capfd):
     words += ["--train", "recipes/upcycle.yaml"]
     words += [word for key, value in shorter.items() for word in ("--set", f"{key}={value}")]
     assert main(words) == 0
-    printed = capfd.readouterr().out
     evidence = read_records(tmp_path / "study" / "results.json")
     index, names = evidence.index, ["diff_v2", "dex", "softmax+diff_v2", "softmax"]
     assert [arm.name for arm in index.arms] == [size.arm for size in index.sizes] == names
@@ -114,12 +113,12 @@ def test_the_study(llama, text, tmp_path, capfd):
         if row.figure.unit == "nats/token" and row.difference
     }
     assert set(differences) == {"diff_v2", "dex", "softmax+diff_v2"}
+    page = (tmp_path / "study" / "index.html").read_text()
     for name, difference in differences.items():
         assert difference.mean == pytest.approx(ends[name] - ends["softmax"])
         assert difference.interval_method == "studentised over items"
-        assert f"{ends[name]:.4f}" in printed
+        assert f"{ends[name]:.4f}" in page
     assert (tmp_path / "study" / "figures" / "losses.svg").read_text().startswith("<?xml")
-    page = (tmp_path / "study" / "index.html").read_text()
     assert "unconverted, MLP wider by what DIFF V2 adds" in page
     files = [path for path in (tmp_path / "study" / "runs").rglob("*.[sj]*") if path.is_file()]
     before = {path: path.stat().st_mtime_ns for path in files}

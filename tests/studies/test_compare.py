@@ -152,6 +152,8 @@ VALUES = {
     "needle accuracy (unseen cities)": ("needle", "accuracy", {"cities": "unseen"}),
     "nll of the answer (seen cities)": ("needle", "nll of the answer", {"cities": "seen"}),
     "nll of the answer (unseen cities)": ("needle", "nll of the answer", {"cities": "unseen"}),
+    "lookup (seen cities, needles 2, asked 1)": ("needle", "lookup", {"cities": "seen", "needles": 2, "asked": 1}),
+    "lookup (unseen cities, needles 2, asked 1)": ("needle", "lookup", {"cities": "unseen", "needles": 2, "asked": 1}),
     "signed attention on the answer": ("allocation", "signed attention on the answer", {}),
     "absolute attention on the answer": ("allocation", "absolute attention on the answer", {}),
     "positive attention on the answer": ("allocation", "positive attention on the answer", {}),
