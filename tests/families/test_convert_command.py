@@ -1,8 +1,5 @@
 """The command as a user runs it."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -38,29 +35,12 @@ def test_there_and_back(ours, tmp_path, capsys):
 
 
 def test_errors_take_one_line(ours, tmp_path, fails):
+    """`test_convert_refusals.py` has the others."""
     theirs = tmp_path / "theirs"
     assert "--to is missing; choose one of difftransformer, diffllama" in fails("convert", tmp_path / "ours", theirs)
     assert "not a layout" in fails("convert", tmp_path / "ours", theirs, "--to", "gguf")
-    assert "no such folder" in fails("convert", tmp_path / "none", theirs, "--to", "diffllama")
-    assert "expected 'diffllama'" in fails(
-        "convert", tmp_path / "ours", theirs, "--to", "difftransformer", "--from", "diffllama"
-    )
-    message = fails("convert", tmp_path / "ours", tmp_path / "ours", "--to", "diffllama")
-    assert message == (
-        f"difftransformer convert: {tmp_path / 'ours'} is a folder that is not empty; name a folder that does not exist yet"
-    )
     assert "give TARGET" in fails("convert", tmp_path / "ours")
     assert not theirs.exists()
-
-
-def test_in_a_process_of_its_own(ours, tmp_path):
-    words = [sys.executable, "-m", "difftransformer_lab", "convert", "ours", "theirs", "--to", "diffllama"]
-    process = fresh.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    printed, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (0, "")
-    left, converted, _ = printed.splitlines()
-    assert left == "Not copied: README.md"  # the card says how the source opens
-    assert converted.startswith("theirs: diffllama, 28 tensors")
 
 
 KILLED = """

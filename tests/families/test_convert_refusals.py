@@ -195,15 +195,6 @@ class TestWeights:
         (path / "model.safetensors.index.json").write_text(text)
         assert "model.safetensors.index.json" in refusal(tmp_path, CheckpointError)
 
-    def test_pickles_are_not_opened(self, source, tmp_path):
-        path = source(tiny())
-        (path / "model.safetensors").unlink()
-        assert "neither model.safetensors nor" in refusal(tmp_path, CheckpointError)
-        (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-        message = refusal(tmp_path, CheckpointError)
-        assert "pytorch_model.bin is a pickle" in message
-        assert "safetensors" in message
-
 
 class TestFolders:
     def test_sources(self, source, tmp_path):

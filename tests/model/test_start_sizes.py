@@ -108,14 +108,13 @@ class TestWords:
         ]
 
     def test_the_largest_branch_and_the_remedy(self):
-        assert drowning(config_of(), self.branches(9.06, 2)) == (
-            "the attention of layer 0 starts 9.1 times as large as the embeddings that it joins, and drowns them; "
-            "start with initialization: fan_in"
-        )
-        assert drowning(config_of(), self.branches(6, 7)) == (
-            "the MLP of layer 0 starts 7.0 times as large as the residual stream that it joins, and drowns it; "
-            "start with initialization: fan_in"
-        )
+        for branches, words in (
+            (self.branches(9.06, 2), "the attention of layer 0 starts 9.1 times as large as the embeddings"),
+            (self.branches(6, 7), "the MLP of layer 0 starts 7.0 times as large as the residual stream"),
+        ):
+            said = drowning(config_of(), branches)
+            assert said.startswith(words)
+            assert said.endswith("start with initialization: fan_in")
 
     def test_with_fan_in_the_embeddings_are_too_small(self):
         config = config_of(initialization="fan_in", embedding_multiplier=0.5)

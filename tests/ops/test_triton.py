@@ -299,35 +299,35 @@ def is_power_of_two(number):
 
 
 @pytest.mark.parametrize(("low", "small"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("width", [1, 5, 16, 64, 96, 128])
-@pytest.mark.parametrize("value_width", [1, 7, 64, 128, 192, 256])
-def test_tilings_are_what_the_compiler_takes(width, value_width, low, small, monkeypatch):
+def test_tilings_are_what_the_compiler_takes(low, small, monkeypatch):
     """Powers of two; 16 and more for its matrix instructions."""
     monkeypatch.setattr(configs, "INTERPRETED", False)
-    widths = {"width": width, "value_width": value_width, "low": low, "small": small}
-    passes = [configs.backward_forms(**widths, key_maps=maps) for maps in (2, 1)]
-    for is_differential, starts_late, has_mask, save in itertools.product((False, True), repeat=4):
-        forms = configs.forward_forms(
-            **widths, is_differential=is_differential, starts_late=starts_late, has_mask=has_mask, save=save
-        )
-        assert (is_differential and not save) or [form.name for form in forms] == ["by_map"]
-        passes.append(forms)
-    assert [forms[0].name for forms in passes[:2]] == ["split"] * 2  # the same bits every time, where that is asked for
-    rows = [1, 3, 16, 17, configs.DECODE_ROWS]
-    tilings = [configs.decode_tiling(**widths, rows=count) for count in rows]
-    assert all(tiling.queries >= count for tiling, count in zip(tilings, rows, strict=True))
-    for forms in passes:
-        assert len({form.name for form in forms}) == len(forms)
-        for form in forms:
-            assert len(form.tilings) in ((2, 3) if form.name == "split" else (1, 2))
-            tilings.extend(form.tilings)
-    for tiling in tilings:
-        assert is_power_of_two(tiling.queries) and tiling.queries >= 16  # noqa: PT018
-        assert is_power_of_two(tiling.keys) and tiling.keys >= 16  # noqa: PT018
-        assert tiling.warps in (1, 2, 4, 8, 16)
-        assert 1 <= tiling.stages <= 5
-    for block in (configs.padded(width), configs.padded(value_width, 32)):
-        assert is_power_of_two(block)
+    for width, value_width in itertools.product((1, 5, 16, 64, 96, 128), (1, 7, 64, 128, 192, 256)):
+        widths = {"width": width, "value_width": value_width, "low": low, "small": small}
+        passes = [configs.backward_forms(**widths, key_maps=maps) for maps in (2, 1)]
+        for is_differential, starts_late, has_mask, save in itertools.product((False, True), repeat=4):
+            forms = configs.forward_forms(
+                **widths, is_differential=is_differential, starts_late=starts_late, has_mask=has_mask, save=save
+            )
+            assert (is_differential and not save) or [form.name for form in forms] == ["by_map"]
+            passes.append(forms)
+        # The same bits every time, where that is asked for.
+        assert [forms[0].name for forms in passes[:2]] == ["split"] * 2
+        rows = [1, 3, 16, 17, configs.DECODE_ROWS]
+        tilings = [configs.decode_tiling(**widths, rows=count) for count in rows]
+        assert all(tiling.queries >= count for tiling, count in zip(tilings, rows, strict=True))
+        for forms in passes:
+            assert len({form.name for form in forms}) == len(forms)
+            for form in forms:
+                assert len(form.tilings) in ((2, 3) if form.name == "split" else (1, 2))
+                tilings.extend(form.tilings)
+        for tiling in tilings:
+            assert is_power_of_two(tiling.queries) and tiling.queries >= 16  # noqa: PT018
+            assert is_power_of_two(tiling.keys) and tiling.keys >= 16  # noqa: PT018
+            assert tiling.warps in (1, 2, 4, 8, 16)
+            assert 1 <= tiling.stages <= 5
+        for block in (configs.padded(width), configs.padded(value_width, 32)):
+            assert is_power_of_two(block)
 
 
 def test_shares_of_a_cache(monkeypatch):
