@@ -17,7 +17,6 @@ from difftransformer.attention import (
 )
 from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.ops.rotary import inverse_frequencies, rotary_tables
-from tests.support import fresh
 from tests.support.layers import VECTORS, drawn, states
 
 
@@ -162,20 +161,3 @@ class TestRefused:
 def test_variants_name_themselves():
     assert all(variant(name) is cls and cls.name == name for name, cls in VARIANTS.items())
     assert variant("diff") is DifferentialAttention
-
-
-def test_torch_alone():
-    """The layer works in a plain torch model where transformers is not installed."""
-    code = """
-import sys, torch
-sys.modules["transformers"] = None
-from difftransformer import DifferentialAttention
-model = torch.nn.Sequential(torch.nn.Linear(5, 32), DifferentialAttention(32, 2))
-output, _ = model(torch.randn(2, 4, 5))
-output.sum().backward()
-assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
-print(tuple(output.shape))
-"""
-    ran = fresh.run(code)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "(2, 4, 32)"

@@ -683,6 +683,8 @@ def test_exclusive_self_attention(family, monkeypatch):
     for cache in (DynamicCache(config=ours.config), StaticCache(config=ours.config, max_cache_len=32)):
         parts = [ours(part, past_key_values=cache).logits for part in ids().split((9, 1, 11), 1)]
         assert relative_error(torch.cat(parts, 1), expected) < 1e-5
+    if family != "qwen3":
+        return
     greedy = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
     prompts = [list(range(3, 3 + length)) for length in (9, 4)]
     outputs = ours.generate_batch(

@@ -58,9 +58,11 @@ def ids_of(length=21, rows=2):
 @pytest.mark.parametrize(
     ("name", "to"),
     [
-        *((name, to) for name in SOURCES if "mistral" not in name for to in DIFFERENTIAL),
+        *(("grouped, untied", to) for to in TARGETS),
+        *(("three heads", to) for to in ("diff", "grouped_diff", "dex")),
+        *(("head_dim free", to) for to in ("diff_v2", "gate")),
+        *(("three of one key, scaled rotary", to) for to in ("diff", "grouped_diff_v2", "diff_gate")),
         ("mistral with a window", "diff"),
-        ("grouped, untied", "softmax"),
     ],
 )
 def test_same_function_at_the_start(name, to, tmp_path):

@@ -72,7 +72,10 @@ def test_names_that_need_less_work_where_less_is_installed(missing):
         if "torch" not in sys.argv:
             import torch
             layer = difftransformer.DifferentialAttention(32, 2)
-            assert layer(torch.zeros(1, 3, 32))[0].shape == (1, 3, 32)
+            output = layer(torch.ones(1, 3, 32))[0]
+            output.sum().backward()
+            assert output.shape == (1, 3, 32)
+            assert all(torch.isfinite(parameter.grad).all() for parameter in layer.parameters())
             assert difftransformer.softmax_attention(*torch.zeros(3, 1, 1, 2, 8)).shape == (1, 1, 2, 8)
         try:
             difftransformer.DiffTransformerConfig

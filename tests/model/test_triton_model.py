@@ -43,7 +43,7 @@ def test_logits_and_gradients(compiled):
     ("cache", "fields"),
     [
         ("static", {"num_hidden_layers": 1}),
-        ("dynamic", {"num_hidden_layers": 1}),
+        pytest.param("dynamic", {"num_hidden_layers": 1}, marks=pytest.mark.slow),
         pytest.param("dynamic", {"attention_type": "softmax", "num_key_value_heads": 2}, marks=pytest.mark.slow),
         pytest.param("static", {"sliding_window": 5}, marks=pytest.mark.slow),
     ],

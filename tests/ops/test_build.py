@@ -217,7 +217,7 @@ def test_an_instruction_set_by_name(monkeypatch):
 def test_processes_that_start_together_build_once(place):
     place.compile_with('sleep 0.3\nexec c++ "$@"')
     code = "import ctypes; say(ctypes.CDLL(str(build.build('avx2'))).answer())"
-    assert place.run_together(8, code) == ["42"] * 8
+    assert place.run_together(4, code) == ["42"] * 4
     assert place.count_calls() == 3
 
 
@@ -225,7 +225,7 @@ def test_processes_that_start_together_fail_once(place):
     started = place.cache.parent / "started"
     started.mkdir()
     place.write("one.cpp", "int 1;\n")
-    place.compile_with(f'while [ "$(ls {started} | wc -l)" -lt 8 ]; do sleep 0.05; done\nsleep 0.5\nexec c++ "$@"')
+    place.compile_with(f'while [ "$(ls {started} | wc -l)" -lt 4 ]; do sleep 0.05; done\nsleep 0.5\nexec c++ "$@"')
     code = f"""
 (Path({str(started)!r}) / str(number)).touch()
 try:
@@ -233,8 +233,8 @@ try:
 except build.BackendUnavailable as error:
     say(error)
 """
-    outputs = place.run_together(8, code)
-    assert len(outputs) == 8
+    outputs = place.run_together(4, code)
+    assert len(outputs) == 4
     (output,) = set(outputs)
     assert "one.cpp:1:5: error:" in output
     assert place.count_calls() == 2

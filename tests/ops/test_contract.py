@@ -100,7 +100,7 @@ def test_an_expanded_gradient(backend, dtype):
     assert_same_bits(torch.autograd.grad(out, leaves, ones.contiguous()), expanded)
 
 
-@each(FUSED, [dataclasses.replace(SMALL, G=2), DECODING])
+@each(FUSED, [dataclasses.replace(SMALL, G=2), DECODING], heavy=("decoding",))
 def test_expanded_inputs(backend, case):
     """One key and value for all positions, groups or rows of a batch, without a copy; in training and in decoding."""
     query, key, value, lam, _ = case.inputs(requires_grad=False)
@@ -329,14 +329,14 @@ RANGES = [
 ]
 
 
-@each(FORMS, [*RANGES, UNSEEN["odd width"]], heavy=("both", "softmax"))
+@each(FORMS, [*RANGES, UNSEEN["odd width"]], heavy=("both",))
 def test_keys_outside_the_range_are_not_read_in_any_form(backend, case):
     """In the interpreter additions too are in one order, so that the bits are the same."""
     how = {"norm": str(backend) == "atomic triton", "gradients": backend.differentiates(case)}
     assert_unseen_keys_are_not_read(case, lambda case: bits("triton", case, **how))
 
 
-@each(("triton",), [dataclasses.replace(case, T=3) for case in RANGES])
+@each(("triton",), [dataclasses.replace(case, T=3) for case in RANGES], heavy=("both", "softmax"))
 def test_keys_outside_the_range_are_not_read_when_decoding(backend, case):
     outs = []
     for fill in (0.0, torch.nan, torch.inf):
@@ -457,7 +457,7 @@ def test_second_derivatives_are_refused(backend):
 COMPILED = [BY_NAME[name] for name in ("both ends, causal mask", "documents", "shared key", "softmax", "cache, window")]
 
 
-@each(PLAIN, [DECODING, *COMPILED], quick=("both ends, causal mask", "decoding"), heavy=("documents",))
+@each(PLAIN, [DECODING, *COMPILED], quick=("both ends, causal mask",), heavy=("documents",))
 def test_compiles_to_the_same_numbers(backend, case):
     """Without a graph break; fused backends to the same bits. With the norm, but for a cache."""
     torch.compiler.reset()
@@ -496,7 +496,7 @@ def test_a_compiled_decoding_step_reads_the_lengths_of_each_call(backend):
     assert torch.equal(compiled(*inputs), backend.attend(case)(*inputs))
 
 
-@each(("chunked", *FUSED), OPCHECK, quick=("own keys", "softmax"), heavy=("own keys", "softmax", "T = 0", "S = 0"))
+@each(("chunked", *FUSED), OPCHECK, quick=("own keys", "softmax"), heavy=("own keys",))
 def test_opcheck(backend, case):
     """What torch.library says of the custom operators, in a lower dtype with a gain and in fp32 without one."""
     backend.attend(SMALL)(*SMALL.inputs()[:4])  # registers the operator
@@ -523,7 +523,7 @@ def check_operators(backend, inputs, grad):
     torch.library.opcheck(backward, (grad, *saved, *plain, *save))
 
 
-@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("sdpa", marks=pytest.mark.slow)])
 def test_symbolic_lengths_compile(backend):
     torch.compiler.reset()
     compiled = torch.compile(

@@ -209,7 +209,7 @@ def test_a_named_backend_keeps_its_operator():
     assert has_own_operators(exported("cpu"))
 
 
-@pytest.mark.parametrize("runtime", ["onnx", "openvino", "executorch"])
+@pytest.mark.parametrize("runtime", ["onnx", "executorch"])
 def test_transformers_exporters_get_operators_that_other_runtimes_know(runtime):
     with apply_patches(runtime):
         assert not has_own_operators(exported())

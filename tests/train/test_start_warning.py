@@ -24,7 +24,7 @@ def wide(toy_recipe):
 
     def recipe(start, **fields):
         shape = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1, "initialization": start}
-        training = dataclasses.replace(toy_recipe.training, steps=3, validation_windows=1, **fields)
+        training = dataclasses.replace(toy_recipe.training, **{"steps": 3, "validation_windows": 1} | fields)
         return dataclasses.replace(toy_recipe, model=shape, training=training)
 
     return recipe
@@ -53,7 +53,7 @@ def test_once_for_a_new_model(wide, toy_shards, tmp_path):
 def test_bf16_that_the_processor_computes_in_software(wide, toy_shards, tmp_path, monkeypatch, slower, precision):
     monkeypatch.setattr(loop, "matmul_flops", lambda device, kind: 1e9 if kind == "fp32" else 1e9 / slower)
     with warnings.catch_warnings(action="always", record=True) as said:
-        train(tmp_path / "run", wide("fan_in", precision=precision), toy_shards)
+        train(tmp_path / "run", wide("fan_in", precision=precision, steps=1), toy_shards)
     lines = [str(warning.message) for warning in said if "bf16" in str(warning.message)]
     expected = (
         "precision bf16: products of matrices take 8.0 times as long as with fp32 on this processor; "
