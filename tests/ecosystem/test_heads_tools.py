@@ -93,18 +93,3 @@ def test_reward_model(needs, tmp_path):
     )
     trainer.train()
     assert losses(trainer)[-1] < losses(trainer)[0] - 0.1
-
-
-def test_masked_language_model(needs, tmp_path):
-    """Trainer teaches the encoder to fill a mask from both sides."""
-    needs("accelerate")
-    torch.manual_seed(0)
-    network, ids = difftransformer.DiffTransformerForMaskedLM(config(is_causal=False)), tokens(16, 12) % 8
-    ids[:, 5] = ids[:, 6]  # the masked token is its right neighbour
-    masked, labels = ids.clone(), torch.full_like(ids, -100)
-    masked[:, 5], labels[:, 5] = 255, ids[:, 5]
-    rows = [{"input_ids": row, "labels": label} for row, label in zip(masked, labels, strict=True)]
-    arguments = TrainingArguments(str(tmp_path), max_steps=40, **ARGUMENTS)
-    trainer = Trainer(model=network, args=arguments, train_dataset=rows)
-    trainer.train()
-    assert losses(trainer)[-1] < 0.5 * losses(trainer)[0]

@@ -15,7 +15,7 @@ from difftransformer.attention import VARIANTS
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
 from difftransformer_lab.cli.main import main
-from tests.support.tiny_folders import SENTENCES, differential_qwen, logits, model, saved, stock, tokens
+from tests.support.tiny_folders import SENTENCES, differential_qwen, logits, model, saved, tokens
 from tests.support.tiny_models import scramble, tiny
 
 TRAINED_TYPES = ("diff", "diff_v2")
@@ -227,19 +227,6 @@ def test_the_example_tunes_on_answers_alone(needs, tmp_path, monkeypatch, capsys
     capsys.readouterr()
     assert main(["generate", "tuned", noise, "--chat", "--max-new-tokens", "20"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "I see."
-
-
-def test_lora_through_trl_on_a_diffllama_folder(needs, tuned, tmp_path):
-    peft = needs("peft")
-    stock(tmp_path / "stock")
-    network, tokenizer = (kind.from_pretrained(tmp_path / "stock") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    assert type(network).__name__ == "DiffLlamaForCausalLM"
-    lora = peft.LoraConfig(r=4, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
-    trainer = tuned(network, fall=0, processing_class=tokenizer, peft_config=lora)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
-    again = peft.PeftModel.from_pretrained(again, tmp_path / "tuned")
-    ids = tokens(2, 20)
-    assert torch.equal(logits(again, ids), logits(trainer.model, ids))
 
 
 @pytest.mark.parametrize("attention_type", ["diff", "grouped_diff"])
