@@ -13,6 +13,7 @@ from difftransformer_lab.evals import CausalLanguageModel, run_task
 from difftransformer_lab.evals.models.quantized import quantized_logits
 from difftransformer_lab.evals.probes import LastRow, Magnitudes, Maps
 from difftransformer_lab.evals.requests import Continuation, Loss
+from difftransformer_lab.evals.tasks.needle import CHANCE, COPYING, LOOKUP
 from difftransformer_lab.evals.tasks.quantized import Options, QuantizedTask
 from tests.support.answering import answers_to
 from tests.support.fakes import Oracle
@@ -135,11 +136,13 @@ def test_the_figures_are_the_tasks_own_at_each_setting(toy_shards, toy_text):
     model = Seer(toy_shards.tokenizer)
     scores = run_task(model, task)
     assert model.opened == ((16, "row", "int4", "none"), (4, "row", "int4", "none"), (4, "tensor", "int4", "none"))
-    assert all(row.value == 1.0 for row in scores.measurements if row.name == "accuracy")
+    values = {(row.name, row.value) for row in scores.measurements}
+    assert values == {("accuracy", 1), (CHANCE, 0.5), (COPYING, 1), (LOOKUP, 1)}
     settings = {(row.at["bits"], row.at["granularity"]) for row in scores.measurements}
     assert settings == {(16, "row"), (16, "tensor"), (4, "row"), (4, "tensor")}
     assert {row.at["length_tokens"] for row in scores.measurements if "depth" in row.at} == {128}
-    assert sum(item.name.endswith(", 4 bits by tensor") for item in scores.items) == 2
+    names = [item.name for item in scores.items if item.name.endswith(", 4 bits by tensor")]
+    assert names == [f"{name} N=2 R=1, 4 bits by tensor" for name in ("accuracy", COPYING, LOOKUP) for _ in range(2)]
     assert "needle" in task.data_name
     assert any("simulated" in choice for choice in task.choices)
 
