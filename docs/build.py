@@ -34,7 +34,7 @@ PACKAGES = (*(f"difftransformer.{name}" for name in LIBRARY), *(f"difftransforme
 # Modules whose public names are documented on their package's page, and which the package itself does not import.
 MODULES = {"difftransformer.attention": {"encoder": ["DifferentialEncoderLayer"]}}
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-API = "api/index.md"
+API = "api.md"
 EXPLORER = "explorer.html"
 FRAME = f"""<iframe class="explorer" src="{EXPLORER}" title="Attention maps of every head of demo" loading="lazy"></iframe>"""
 PICTURE = re.compile(r"!\[([^\]]+)\]\(([^)\s]+)\.(svg|png)\)")
@@ -86,9 +86,9 @@ def entry(package: str, name: str) -> str:
 def write_api(folder: Path) -> None:
     """Write a page for each package, in reStructuredText as the docstrings are, and their list."""
     folder.mkdir()
-    shown = "".join(f"- [`{package}`]({package}.rst): {summary(package)}\n" for package in PACKAGES)
+    shown = "".join(f"- [`{package}`](api/{package}.rst): {summary(package)}\n" for package in PACKAGES)
     words = "Public names are those that a package imports in its `__init__.py`. Those of `difftransformer` itself come first."
-    (folder / "index.md").write_text(f"# API\n\n{words}\n\n{shown}", encoding="utf-8")
+    (folder.parent / API).write_text(f"# API\n\n{words}\n\n{shown}", encoding="utf-8")
     for package in PACKAGES:
         title = package.rpartition(".")[2]  # short enough for a telephone
         parts = [title, "=" * len(title), "", f".. automodule:: {package}", ""]
@@ -212,7 +212,7 @@ def main() -> int:
     # The notebooks' models are small. Where other programs take the cores, threads that wait for one another lose minutes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     target, start = Path(sys.argv[1]).absolute(), time.monotonic()
-    print("The site takes about 4 minutes on two idle cores; most of it are the notebooks, which run once.", flush=True)
+    print("The site takes about 5 minutes on two idle cores; most of it are the notebooks, which run once.", flush=True)
     with tempfile.TemporaryDirectory() as place:
         pages = Path(place) / "docs"
         write_pages(pages)
