@@ -26,14 +26,14 @@ def two_processes(tmp_path_factory):
     return json.loads(done[0].stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", [name for name in fsdp_steps.CASES if name != "diff, bf16"])
-def test_equals_one_process(name, two_processes):
-    alone = torch.tensor(fsdp_steps.train(name, 0, 1), dtype=torch.float64)
-    sharded = torch.tensor(two_processes[name], dtype=torch.float64)
-    assert alone.shape == (3, 3)  # steps, by loss, gradient norm, gradient norm of the lambdas
-    assert torch.allclose(sharded, alone, rtol=1e-5, atol=0)
-    assert alone[0, 0] != alone[2, 0]
-    assert (alone[:, 2] > 0).all() == (not name.startswith("softmax"))
+def test_equals_one_process(two_processes):
+    for name in fsdp_steps.CASES.keys() - {"diff, bf16"}:
+        alone = torch.tensor(fsdp_steps.train(name, 0, 1), dtype=torch.float64)
+        sharded = torch.tensor(two_processes[name], dtype=torch.float64)
+        assert alone.shape == (3, 3)  # steps, by loss, gradient norm, gradient norm of the lambdas
+        assert torch.allclose(sharded, alone, rtol=1e-5, atol=0), name
+        assert alone[0, 0] != alone[2, 0], name
+        assert (alone[:, 2] > 0).all() == (not name.startswith("softmax")), name
 
 
 def test_vocabulary_parallel_loss(two_processes):
