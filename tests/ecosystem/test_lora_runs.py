@@ -120,7 +120,7 @@ def test_filled_later_it_has_the_values_of_a_model_built_whole(initialization, s
         ({"also": ["nothing"]}, "training.lora.also: no parameter's name contains 'nothing'"),
         (
             {"also": ["norm", "q_proj"]},
-            "training.lora.also: all parameters whose name contains 'q_proj' are of targets",
+            "training.lora.also: all parameters whose name contains 'q_proj' belong to targets",
         ),
         ({"targets": ["q_proj", "lm_head"]}, "training.lora.targets: the weight of 'lm_head' is the embedding too"),
     ],

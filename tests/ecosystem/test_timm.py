@@ -103,6 +103,7 @@ def test_a_new_layer_of_ours_in_timm(diff_attention, qk_norm):
     layer.double()
     for name in LAMBDA_VECTORS:  # timm computes lambda in fp32
         getattr(layer, name).data = getattr(layer, name).float()
+    layer.lambda_value = layer.lambda_value.float()
     x = torch.randn(2, 9, 32, dtype=torch.float64)
     assert (module(x) - layer(x, is_causal=False)[0]).abs().max() < 1e-10
 

@@ -93,7 +93,7 @@ def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor
     if attention_mask is not None:
         real = attention_mask.bool()
         places = torch.arange(real.shape[1], device=real.device)
-        before = position_ids.where(real, -1).gather(1, places.where(real, 0).cummax(1).values)
+        before = position_ids.where(real, -1).gather(1, places.where(real, 0).cummax(1)[0])
     starts = torch.zeros_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = (position_ids[:, 1:] < before[:, :-1]) | ((position_ids[:, 1:] == 0) & (before[:, :-1] == 0))
     return starts if attention_mask is None else starts & real
