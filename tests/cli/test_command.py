@@ -107,6 +107,7 @@ def test_unknown_command(fails):
     (["generate", "m", "--prompt", "hello"], "no option '--prompt': PROMPT stands without a flag"),
     (["eval", "icl", "m", "--shot", "6"], "no option '--shot'; did you mean --shots?"),
     (["convert", "m", "--to", "diff"], "for that run difftransformer upcycle MODEL TARGET --to diff"),
+    (["convert", "m", "out", "--to=dex"], "for that run difftransformer upcycle MODEL TARGET --to dex"),
     (["info", "4b"], "'4b' is neither a preset (tiny, small,"),
 ])  # fmt: skip
 def test_wrong_words(fails, words, message):

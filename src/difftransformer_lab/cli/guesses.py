@@ -18,10 +18,11 @@ def check_guesses(verb: str, words: Sequence[str]) -> None:
     if verb == "compare" and len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
         models = " ".join(words[:2])
         raise ConfigError(f"it trains the models of one recipe; eval quick {models} compares trained ones")
-    if verb == "convert" and "--to" in words[:-1]:
+    parts = [part for word in words for part in word.split("=", 1)]
+    if verb == "convert" and "--to" in parts[:-1]:
         from difftransformer.attention import variants
 
-        if (to := words[words.index("--to") + 1]) in variants():
+        if (to := parts[parts.index("--to") + 1]) in variants():
             run = f"difftransformer upcycle MODEL TARGET --to {to}"
             raise ConfigError(f"--to {to} is an attention type, not a layout; for that run {run}")
     for word in words:
