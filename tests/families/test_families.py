@@ -287,7 +287,7 @@ def test_maps_are_returned_and_no_implementation_is_plain(family, tmp_path):
         assert len(outputs.attentions) == 4
         for attention in outputs.attentions:
             torch.testing.assert_close(attention.sum(-1), torch.full((2, 6, 21), 0.75))
-    with pytest.raises(ConfigError, match="attn_implementation='flex_attention' is not supported; leave it out"):
+    with pytest.raises(ConfigError, match='"flex_attention"` is not supported; leave it out'):
         ours.set_attn_implementation("flex_attention")
 
 

@@ -46,8 +46,9 @@ def known_implementation(name: str | None) -> str:
         return "difftransformer"
     if known not in ATTN_IMPLEMENTATIONS:
         raise ConfigError(
-            f"attn_implementation={name!r} is not supported; leave it out for the default kernels ('difftransformer'), "
-            f"or choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
+            # transformers' words, which its own tests look for
+            f'Specified `attn_implementation="{name}"` is not supported; leave it out for the default kernels '
+            f"('difftransformer'), or choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
         )
     return known
 
