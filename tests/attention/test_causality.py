@@ -154,14 +154,14 @@ def test_the_command(tmp_path, capsys, fails):
     assert main(["check", "causality", folder, "--length", "40", "--dtype", "fp32"]) == 0
     said = capsys.readouterr().out
     assert f"{folder}: causal." in said
-    assert "39 of 39 positions changed, in one pass, with a cache, packed" in said
+    assert "39 of 39 positions changed in one pass in fp32, 8 otherwise; in one pass, with a cache, packed" in said
     assert f"checking {folder}: 100 % after" in " ".join(said.split())
     assert main(["check", "causality", folder, "--length", "9", "--backend", "reference", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["is_causal"], found["positions"]) == (True, 8)
     ways = [(dtype, how) for dtype in ("fp32", "bf16") for how in ("in one pass", "with a cache", "packed")]
     assert [(check["dtype"], check["how"]) for check in found["checks"]] == ways
-    assert [check["positions"] for check in found["checks"]] == [8] * 3 + [2] * 3  # below fp32, 1 and the last
+    assert [check["positions"] for check in found["checks"]] == [8] + [2] * 5  # 1 and the last
     for words, message in (
         (["--length", "1"], "--length 1: give at least 2"),
         (["--length", "513"], "--length 513: the model has 512 positions"),

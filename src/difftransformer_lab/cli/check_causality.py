@@ -37,8 +37,8 @@ def run(
     Args:
         model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
             without remote code, .gguf file, or owner/name on the Hugging Face hub.
-        length: Number of tokens, at least 2; 513 by default, or the model's positions. In fp32 and in a dtype that is given,
-            all tokens up to the 512th are changed; otherwise only those next to every 16th.
+        length: Number of tokens, at least 2; 513 by default, or the model's positions. In one pass in fp32, or in a dtype that
+            is given, all tokens up to the 512th are changed; otherwise only those next to every 16th.
         dtype: Dtype to compute in; by default fp32 and bf16, on cuda also fp16.
         backend: Attention backend of a DIFF model or a DiffLlama; by default every backend that auto may take.
         seed: Seed of the tokens.
@@ -74,8 +74,9 @@ def run(
     with nullcontext() if json else evaluation_progress(f"checking {model}"):
         for index, (word, name) in enumerate(tries):
             network, ways = network.to(dtypes[word]), _ways(network)
-            positions = None if word == next(iter(dtypes)) else positions_beside_tiles(tokens.shape[1])
             for number, (how, compute) in enumerate(ways.items()):
+                is_whole = word == next(iter(dtypes)) and number == 0
+                positions = None if is_whole else positions_beside_tiles(tokens.shape[1])
                 try:
                     with use_backend(name), progress.part(index * len(ways) + number, len(tries) * len(ways)):
                         result = check_causality(compute, tokens, vocabulary=vocabulary, positions=positions, seed=seed)
@@ -99,8 +100,8 @@ def run(
         hows = ", ".join(dict.fromkeys(str(check["how"]) for check in checks))
         named = ", ".join(word if name == "auto" else f"{name} in {word}" for word, name in tried)
         fewest = checks[-1]["positions"]
-        fewer = "" if fewest == changed else f" ({fewest} below fp32)"
-        show(f"{changed} of {tokens.shape[1] - 1} positions changed{fewer}, {hows}; {named}.")
+        others = "" if fewest == changed else f" in one pass in {checks[0]['dtype']}, {fewest} otherwise"
+        show(f"{changed} of {tokens.shape[1] - 1} positions changed{others}; {hows}; {named}.")
         for what, change in (("were replaced", worst.changed), ("were left out", worst.alone)):
             at = f" (token {change.output}, when tokens from {change.position} on {what})" if change.size else ""
             show(f"When later tokens {what}, logits changed by at most {change.size:.1e}{at}.")
