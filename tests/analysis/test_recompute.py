@@ -1,0 +1,61 @@
+"""`tests/recompute.py`, which shares no code with the package, finds the same contrasts in the committed records."""
+
+import json
+
+import numpy as np
+import pytest
+
+from difftransformer_lab.analysis import read_studies
+from difftransformer_lab.results import Contrast, Question, StudyAxis, Term
+from tests import recompute
+from tests.support.simulated_study import LOSS, planned, record, save, study
+
+COMMITTED = sorted(
+    path for path in recompute.STUDIES.glob("*/*.json") if json.loads(path.read_text("utf-8"))["result"].get("plan")
+)
+
+
+def compare(path):
+    """Check a study's contrasts, and return how many have all of their seeds."""
+    (found,) = [one for one in read_studies(path.parent) if one.records.path.name == path.name]
+    again = recompute.recompute(json.loads(path.read_text("utf-8"))["result"], path.parent)
+    findings = {one.contrast.name: one for one in found.findings}
+    assert findings.keys() == again.keys()
+    for name, (seeds, effect, low, high, p) in again.items():
+        one = findings[name]
+        assert one.seeds == seeds
+        if effect is None:
+            assert one.state == "incomplete"
+            continue
+        assert one.effect == pytest.approx(effect, rel=1e-9)
+        assert (one.low, one.high) == pytest.approx((low, high), rel=1e-7)
+        assert one.difference.p_value == pytest.approx(p, rel=1e-7)
+    return sum(effect is not None for _, effect, *_ in again.values())
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_committed_studies(path):
+    assert compare(path) > 0 or path.parent.name == "recall"  # whose runs have begun
+
+
+def test_doublings(tmp_path):
+    """Which a plan asks for whose runs are not committed."""
+    draw = np.random.default_rng(0)
+
+    def make(arm, point, seed):
+        loss = 3.0 + 0.1 * (point == ("half",)) - 0.02 * (arm == "diff") + draw.normal(0, 0.01)
+        tokens = 3_000_000 if point == ("half",) else 6_000_000
+        return record([LOSS], {LOSS.label: loss}, arm="same", seed=seed, tokens=tokens)
+
+    terms = [
+        Term(arms=["diff"], weight=1, at={"length": "full"}),
+        Term(arms=["twin"], weight=-1, at={"length": "full"}),
+    ]
+    contrast = Contrast(
+        name="in doublings", figure=LOSS.label, terms=terms, first_seed=0, seeds=12, scale="doublings", smallest=0.15,
+        above="Above.", below="Below.", within="Within.",
+    )  # fmt: skip
+    axis = StudyAxis(name="length", values=["full", "half"], label="length")
+    plan = planned([Question(question="Is it?", contrasts=[contrast])])
+    simulated = study(["diff", "twin"], [LOSS], 12, make, axes=[axis], plan=plan)
+    assert compare(save(simulated, tmp_path)) == 1

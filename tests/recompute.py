@@ -1,0 +1,186 @@
+"""Compute the contrasts of every committed study again, from its records, without any code of the package.
+
+    python tests/recompute.py [FOLDER]    # docs/results/studies; prints a line for each contrast
+
+Each method is another than the package's where there is one: sign-flip tests flip the signs, intervals are found by bisection
+of the same test, and Fieller's bounds are roots of a polynomial.
+"""
+
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+from scipy import optimize, stats
+
+STUDIES = Path(__file__).parents[1] / "docs" / "results" / "studies"
+
+
+def figure_value(run, figure):
+    """The figure of one run, and the number of answers behind it."""
+    if figure["curve"]:
+        curve = run["curves"][figure["curve"]]
+        x, y = np.array(curve["steps"], float), np.array(curve["values"], float)
+        if figure["reaches"] is not None:
+            gap = (y - figure["reaches"]) * (-1 if figure["curve"].endswith("_nats") else 1)
+            there = np.flatnonzero(gap >= 0)
+            if not len(there):
+                return x[-1], math.nan
+            at = there[0]
+            return float(np.interp(0, gap[at - 1 : at + 1], x[at - 1 : at + 1]) if at else x[0]), math.nan
+        return float(np.trapezoid(y, x) / (x[-1] - x[0]) if figure["area"] else y[-1]), math.nan
+    for one in run["figures"]:
+        if (one["task"], one["name"], one["at"]) == (figure["task"], figure["name"], figure["at"]):
+            return one["value"], one["n"]
+    raise KeyError(figure["label"])
+
+
+def setting(index, arm, at):
+    """The value on each axis; "own best" is where the arm's chosen rate was best on the tuning seeds."""
+    point = {axis["name"]: at.get(axis["name"], axis["values"][0]) for axis in index["axes"]}
+    lower = index["figures"][0]["better"] == "lower"
+    for axis in (name for name, value in point.items() if value == "own best"):
+        reached = {}
+        for rate in index["rates"]:
+            if rate["arm"] == arm:
+                ((_, mean),) = [pair for pair in rate["tried"] if pair[0] == rate["learning_rate"]]
+                reached[rate["point"][axis]] = mean if lower else -mean
+        point[axis] = min(reached, key=reached.get)
+    return point
+
+
+def flipped(values, centre):
+    """Two-sided p-value of the sign-flip test of a centre, over all sign patterns; those of two halves are counted in pairs."""
+    differences = np.array(values) - centre
+    first, second = (np.sort(signed_sums(part)) for part in np.array_split(differences, 2))
+    near, whole = 1e-9 * np.abs(differences).sum(), differences.sum()
+    as_high = (len(second) - np.searchsorted(second, whole - near - first)).sum()
+    as_low = np.searchsorted(second, whole + near - first, side="right").sum()
+    return min(1.0, 2 * min(as_high, as_low) / 2 ** len(values))
+
+
+def signed_sums(values):
+    return np.array([sum(signed) for signed in itertools.product(*((value, -value) for value in values))])
+
+
+def sign_flip(values):
+    """Interval and p-value; the interval holds the centres that are not rejected at 5 %."""
+    reach = np.ptp(values) + abs(np.mean(values))
+    ends = []
+    for side in (-1, 1):
+        inside, outside = np.mean(values), np.mean(values) + side * reach
+        for _ in range(60):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if flipped(values, middle) > 0.05 else (inside, middle)
+        ends.append(inside)
+    return (*ends, flipped(values, 0.0))
+
+
+def student(values):
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    return low, high, stats.ttest_1samp(values, 0).pvalue
+
+
+def welch(groups, weights):
+    parts = [weight**2 * np.var(group, ddof=1) / len(group) for group, weight in zip(groups, weights, strict=True)]
+    error = math.sqrt(sum(parts))
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(group) - 1) for part, group in zip(parts, groups, strict=True))
+    mean = sum(weight * np.mean(group) for group, weight in zip(groups, weights, strict=True))
+    half = stats.t.ppf(0.975, freedom) * error
+    return mean - half, mean + half, 2 * stats.t.sf(abs(mean) / error, freedom)
+
+
+def fieller(a, b):
+    """mean(a) / mean(b) of values of the same seeds: the ratios r for which a - r b cannot be told from 0."""
+
+    def t(r):
+        return stats.ttest_1samp(np.array(a) - r * np.array(b), 0).statistic ** 2 - stats.t.ppf(0.975, len(a) - 1) ** 2
+
+    middle = np.mean(a) / np.mean(b)
+    step = max(abs(middle), 1e-3)
+    ends = []
+    for side in (-1, 1):
+        far = step
+        while t(middle + side * far) < 0:
+            far *= 2
+        ends.append(optimize.brentq(lambda x, side=side: t(middle + side * x), 0, far, xtol=1e-14))
+    return middle - ends[0], middle + ends[1], stats.ttest_1samp(a, 0).pvalue
+
+
+def recompute(index, folder):
+    """{contrast: (number of its seeds that are there, effect, low, high, p)} of a study's index, read beside it."""
+    runs = {}
+    for member in index["members"]:
+        path = folder / member["file"]
+        if not member["is_tuning"] and path.exists():
+            run = json.loads(path.read_text("utf-8"))["result"]
+            if run.get("diverged_after") is None:
+                runs[member["arm"], tuple(sorted(member["point"].items())), member["seed"]] = run
+    found = {}
+    for contrast in itertools.chain.from_iterable(one["contrasts"] for one in index["plan"]["plan"]["questions"]):
+        (figure,) = [one for one in index["figures"] if one["label"] == contrast["figure"]]
+        weights = {}
+        for term in contrast["terms"]:
+            for arm in term["arms"]:
+                place = arm, tuple(sorted(setting(index, arm, term["at"]).items()))
+                weights[place] = weights.get(place, 0) + term["weight"] / len(term["arms"])
+        first = contrast.get("first_seed", 2000)
+        seeds = range(first, first + contrast["seeds"])
+        there = [seed for seed in seeds if all((*place, seed) in runs for place in weights)]
+        if len(there) < contrast["seeds"]:
+            found[contrast["name"]] = (len(there), None, None, None, None)
+            continue
+        samples = {}
+        for place in weights:
+            values = [figure_value(runs[*place, seed], figure) for seed in there]
+            if contrast["scale"] == "log":
+                values = [(math.log(value), n) for value, n in values]
+            elif contrast["scale"] == "log odds":
+                values = [(math.log((value * n + 0.5) / (n - value * n + 0.5)), n) for value, n in values]
+            samples[place] = [value for value, _ in values]
+        values = [sum(weight * samples[place][k] for place, weight in weights.items()) for k in range(len(there))]
+        effect = float(np.mean(values))
+        if contrast["test"] == "welch":
+            low, high, p = welch([*samples.values()], [*weights.values()])
+        elif contrast["scale"] == "doublings":
+            (taken,) = [place for place, weight in weights.items() if weight < 0]
+            gained = gains(runs, taken, there, figure)
+            effect, (low, high, p) = effect / float(np.mean(gained)), fieller(values, gained)
+        elif len(there) >= 10:
+            low, high, p = sign_flip(values)
+        else:
+            low, high, p = student(values)
+        found[contrast["name"]] = (len(there), effect, float(low), float(high), float(p))
+    return found
+
+
+def gains(runs, place, seeds, figure):
+    """What the loss of an arm falls with each doubling of its tokens, from its runs of half of them."""
+    gained = []
+    for seed in seeds:
+        full = runs[*place, seed]
+        (half,) = [
+            run
+            for (arm, _, other), run in runs.items()
+            if (arm, other) == (place[0], seed) and run["train_tokens"] * 2 == full["train_tokens"]
+        ]
+        gained.append(figure_value(half, figure)[0] - figure_value(full, figure)[0])
+    return gained
+
+
+def main(folder):
+    for path in sorted(folder.glob("*/*.json")):
+        index = json.loads(path.read_text("utf-8"))["result"]
+        if index.get("plan"):
+            print(f"{index['name']}, {index['preset']}")
+            for name, (seeds, effect, low, high, p) in recompute(index, path.parent).items():
+                if effect is None:
+                    print(f"  {name}: {seeds} seeds, not all")
+                else:
+                    print(f"  {name}: {effect:+.4f} [{low:+.4f}, {high:+.4f}], p = {p:.3g}, {seeds} seeds")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else STUDIES)
