@@ -136,7 +136,7 @@ def test_formula_and_trace_agree():
 
 
 def trace_all():
-    """Print formula over trace of recipes as one of 64 or 128 processes with one row at once."""
+    """Print formula over trace of recipes, with 8 of their layers, as one of 64 or 128 processes with one row at once."""
     from tests.support.memory_trace import traced_bytes
 
     cases = [(name, "diff", {"shard": 64}) for name in (*TRACED, LONG)]
@@ -147,7 +147,7 @@ def trace_all():
     for name, word, degrees in cases:
         recipe = load_recipe(name)
         config = recipe.planned_config().twin(word.split()[0])
-        config.qk_norm = "QK norm" in word
+        config.qk_norm, config.num_hidden_layers = "QK norm" in word, 8
         rows = {"batch_tokens": degrees["shard"] * recipe.training.context_tokens}
         training = replace(recipe.training, gradient_checkpointing=name == LONG, **rows)
         way = divided(**degrees)
