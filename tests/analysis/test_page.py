@@ -173,6 +173,7 @@ def test_the_page_holds_what_was_measured(comparison: Records, written: Path) ->
         assert internal not in words.replace(comparison.index.command, "")
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_bytes(comparison: Records, written: Path, tmp_path: Path) -> None:
     (read,) = read_studies(save(comparison, tmp_path))
     assert read.records.runs == comparison.runs
@@ -203,9 +204,12 @@ def test_a_later_report_leaves_nothing_of_an_earlier_one_but_what_is_not_its_own
 
 @pytest.mark.usefixtures("wide_alone")
 @pytest.mark.parametrize("options", [
-    {"seeds": 1}, {"seeds": 2, "allocation": False, "needle_counts": 1, "advantage": -0.03, "layers": 2},
+    pytest.param({"seeds": 1}, marks=pytest.mark.slow),
+    {"seeds": 2, "allocation": False, "needle_counts": 1, "advantage": -0.03, "layers": 2},
     {"needle": False, "allocation": False},
-    {"models": ("diff", "diff_v2", "softmax"), "layers": 40, "lengths": (512, 4096), "seeds": 2},
+    pytest.param(
+        {"models": ("diff", "diff_v2", "softmax"), "layers": 40, "lengths": (512, 4096), "seeds": 2}, marks=pytest.mark.slow
+    ),
 ])  # fmt: skip
 def test_every_shape_of_comparison_has_a_page(options: dict, make: Callable[..., Records], tmp_path: Path) -> None:
     page = Page(written_to(tmp_path, make(**options)).read_text())

@@ -178,6 +178,7 @@ def test_a_recipe_checks_its_option(toy):
         recipe_from(toy, source="")
 
 
+@pytest.mark.slow
 def test_it_is_trained_and_compared(study):
     evidence = read_records(study / "results.json")
     assert [arm.label for arm in evidence.index.arms] == ["Gated Transformer", "Transformer"]
@@ -191,6 +192,7 @@ def test_it_is_trained_and_compared(study):
         assert (layer.self_attn.gate != 0.75).all()
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_by_a_task(study, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("a line of words and another line of words\n" * 40)

@@ -46,6 +46,7 @@ def run(folder, seeds):
     return log, [json.loads(line) for line in log.splitlines() if line.startswith('{"arm"')]
 
 
+@pytest.mark.slow
 def test_the_log_and_its_table(folder):
     run(folder, 1)
     log, runs = run(folder, 2)

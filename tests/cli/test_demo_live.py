@@ -135,6 +135,7 @@ def test_a_process_that_dies_is_an_error(monkeypatch):
     assert not any(process.is_alive() for process in runs._processes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_processes_end_with_a_parent_that_is_killed():
     code = "from difftransformer_lab.demo.live import Runs\nif __name__ == '__main__':\n" + indent(

@@ -45,6 +45,7 @@ def test_one_asks_questions_of_ones_own(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "reports" / "ask" / "index.html").is_file()
 
 
+@pytest.mark.slow
 def test_default_lengths_fit_the_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tiny_folders.saved(tmp_path / "short", max_position_embeddings=160)

@@ -81,6 +81,7 @@ def alone(tasks, tmp_path_factory):
     return base / "model", base / "found"
 
 
+@pytest.mark.slow
 def test_two_processes_answer_to_the_bit_as_one(tasks, alone, tmp_path):
     model, expected = alone
     done = run_together(2, commands(tasks, model, tmp_path))

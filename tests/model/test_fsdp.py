@@ -26,6 +26,7 @@ def two_processes(tmp_path_factory):
     return json.loads(done[0].stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_equals_one_process(two_processes):
     for name in fsdp_steps.CASES.keys() - {"diff, bf16"}:
         alone = torch.tensor(fsdp_steps.train(name, 0, 1), dtype=torch.float64)
@@ -36,11 +37,13 @@ def test_equals_one_process(two_processes):
         assert (alone[:, 2] > 0).all() == (not name.startswith("softmax")), name
 
 
+@pytest.mark.slow
 def test_vocabulary_parallel_loss(two_processes):
     for found, expected in zip(two_processes["vocabulary parallel"], fsdp_steps.vocabulary_parallel(1), strict=True):
         assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_mixed_precision(two_processes):
     losses = [loss for loss, _, _ in two_processes["diff, bf16"]]
     exact = [loss for loss, _, _ in two_processes["diff"]]
@@ -50,6 +53,7 @@ def test_mixed_precision(two_processes):
     assert all(norm > 0 and math.isfinite(norm) for _, norm, _ in two_processes["diff, bf16"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention_type", ["diff", "softmax"])
 def test_fsdp1_takes_a_model_in_bf16(attention_type, two_processes):
     """It flattens the parameters of a layer, which then have one dtype; the same steps as without it."""

@@ -73,7 +73,7 @@ def test_layers_share_one_graph(options):
     assert_one_graph(model_of(**options), "eager")
 
 
-@pytest.mark.parametrize("attention_type", ["diff", "diff_v2"])
+@pytest.mark.parametrize("attention_type", ["diff", pytest.param("diff_v2", marks=pytest.mark.slow)])
 def test_gradients_are_traced_too(attention_type):
     """With and without the norm, which is an operator of its own."""
     assert_one_graph(model_of(attention_type=attention_type), "aot_eager")
@@ -109,7 +109,7 @@ def test_layers_of_an_encoder_share_one_graph():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("attention_type", ["diff", "diff_v2"])
+@pytest.mark.parametrize("attention_type", ["diff", pytest.param("diff_v2", marks=pytest.mark.slow)])
 def test_with_a_cache_there_are_two(attention_type):
     """One for the prompt, one for a new token."""
     model = model_of(attention_type=attention_type).eval()

@@ -240,6 +240,7 @@ except build.BackendUnavailable as error:
     assert place.count_calls() == 2
 
 
+@pytest.mark.slow
 def test_a_killed_build_blocks_nobody_and_who_waits_for_it_says_so(place):
     place.compile_with("sleep 60")
     builds = place.start("build.build('avx2')")

@@ -107,6 +107,7 @@ for case in (
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_read_past_the_end_of_a_tensor():
     """In decoding, forward and backward, with sizes that no tile divides; such a read would end the process."""
     done = fresh.run(GUARDED)
