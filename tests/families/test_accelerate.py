@@ -350,8 +350,11 @@ class TestInPlace:
             assert_close(compiled(ids[:, at : at + 1], past_key_values=cache).logits[:, 0], expected[:, at])
 
 
+EMPTY = LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=2, num_hidden_layers=0)
+
+
 class TestRefused:
-    @pytest.mark.parametrize("model", [nn.Linear(2, 2), LlamaModel(LlamaConfig(num_hidden_layers=0)), "model", None])
+    @pytest.mark.parametrize("model", [nn.Linear(2, 2), LlamaModel(EMPTY), "model", None])
     def test_nothing_to_accelerate(self, model):
         with pytest.raises(ConfigError, match="holds no DiffLlama; pass a DiffLlamaForCausalLM"):
             accelerate(model)
