@@ -32,7 +32,7 @@ debian-policy developers-reference dict-devil dict-foldoc docutils-doc dpdk-doc 
 exim4-doc-html fai-doc ganeti-doc gap-doc gettext-doc git-doc gitmagic gnu-standards gnustep-base-doc grass-doc
 harden-doc haskell98-report installation-guide-amd64 kea-doc krb5-doc libboost1.81-doc libreoffice-help-en-us
 libvirt-doc linux-doc-6.1 mailman3-doc maxima-doc mh-book mit-scheme-doc neutron-doc nodejs-doc nova-doc ntpsec-doc
-numba-doc nut-doc octave-doc openafs-doc perl-doc png-definitive-guide postfix-doc postgis-doc postgresql-doc-15
+numba-doc nut-doc octave-doc openafs-doc perl-doc png-definitive-guide postfix-doc postgresql-doc-15
 python-celery-doc python-django-doc python-hypothesis-doc python-pytest-doc python-scipy-doc python-scrapy-doc
 python-sqlalchemy-doc python-sympy-doc python3.11-doc r-doc-html renpy-doc rsyslog-doc sbcl-doc shorewall-doc
 slurm-wlm-doc sphinx-doc sqlite3-doc swi-prolog-doc swift-doc systemtap-doc user-mode-linux-doc varnish-doc

@@ -174,6 +174,7 @@ def test_tokenize(toy_text, tmp_path, capsys):
     text = capsys.readouterr().out
     sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) bytes", text)]
     assert sum(sizes) == sum(path.stat().st_size for path in toy_text.iterdir())
+    assert "held-out lines of 30 characters or more" in text
     assert "vocabulary 258" in text
 
 

@@ -20,7 +20,7 @@ from .documents import AnyDocument, Document
 from .held_out import is_table_row, line_hashes, long_lines
 from .shards import Split
 
-logger = logging.getLogger("difftransformer")
+logger = logging.getLogger(__name__)
 
 NAME = "python-packages"
 LIST = Path(__file__).with_name("python-packages.txt")

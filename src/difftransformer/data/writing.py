@@ -32,7 +32,7 @@ from .shards import (
 )
 from .tokenizer import Tokenizer
 
-logger = logging.getLogger("difftransformer")
+logger = logging.getLogger(__name__)
 
 SHARD_TOKENS = 2**24
 BATCH_CHARACTERS = 2**20  # of texts that are tokenised together; bounds the memory
