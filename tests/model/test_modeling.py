@@ -587,9 +587,8 @@ class TestTraining:
         assert all(torch.isfinite(p.grad).all() and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "kind", ["diff", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("softmax", "diff_v2", "grouped_diff"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["diff", "softmax", "diff_v2", "grouped_diff"])
 @torch.no_grad()
 def test_compiled_without_a_graph_break(kind):
     model, ids = tiny(attention_type=kind, num_hidden_layers=1, embedding_multiplier=3.3), tokens(2, 13)

@@ -304,7 +304,8 @@ def test_any_call_equals_the_equations(backend):
     check()
 
 
-@each(FUSED, triton=SLOW)
+@pytest.mark.slow
+@each(FUSED)
 def test_any_call_in_low_precision(backend):
     small = {"batch": 2, "groups": 2, "heads_per_group": 1} if backend.is_heavy else {}
 
