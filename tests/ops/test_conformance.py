@@ -34,7 +34,6 @@ from tests.support.oracle import Case, output_and_gradients, relative_error
 
 FP32 = [torch.float32]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SLOW = [pytest.mark.slow]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.T < 100], ids=by_name)
