@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -162,6 +163,12 @@ def test_the_command(tmp_path, capsys, fails):
     ways = [(dtype, how) for dtype in ("fp32", "bf16") for how in ("in one pass", "with a cache", "packed")]
     assert [(check["dtype"], check["how"]) for check in found["checks"]] == ways
     assert [check["positions"] for check in found["checks"]] == [8] + [2] * 5  # 1 and the last
+    assert main(["check", "causality", folder, "--length", "9", "--json"]) == 0
+    tried = Counter((check["dtype"], check["backend"]) for check in json.loads(capsys.readouterr().out)["checks"])
+    backends = list(dict.fromkeys(name for _, name in tried))
+    assert tried == {("fp32", name): 3 for name in backends} | {
+        ("bf16", name): 1 + 2 * (name == backends[0]) for name in backends
+    }
     for words, message in (
         (["--length", "1"], "--length 1: give at least 2"),
         (["--length", "513"], "--length 513: the model has 512 positions"),

@@ -14,7 +14,7 @@ from ..progress import report
 EVERY_POSITION = 512
 """Every position up to this one is tried, then the positions beside the borders of tiles of 16 tokens (and of larger tiles)."""
 TILE = 16
-_ALONE = 16  # number of prefixes given alone; outputs that depend on the length do so at every position
+_ALONE = 16  # most prefixes given alone beside the longest; outputs that depend on the length do so at every position
 # Limits of a batch's inputs and outputs: a CPU gets larger blocks of memory from the system each time, and clears them.
 _BATCH_TOKENS, _BATCH_NUMBERS = 4096, 2**22
 # Largest change that rounding explains, in standard deviations of the outputs.
@@ -77,8 +77,8 @@ def check_causality(
     """Check that no output depends on later inputs.
 
     For each position t, tokens from t on are replaced at random, which finds outputs that read them; many positions are tried
-    in one batch. And for 16 positions, tokens before t are given alone, which also finds outputs that depend on the length, as
-    in a model that normalises over time.
+    in one batch. And for up to 17 positions, tokens before t are given alone, which also finds outputs that depend on the
+    length, as in a model that normalises over time.
 
     Args:
         model: A function of a batch of inputs that returns a tensor (B, T, ...), or an output of transformers with `logits` or
@@ -112,7 +112,7 @@ def check_causality(
         mixed = torch.cat([torch.cat((inputs[:, :position], others[:, position:]), 1) for position in batch])
         changed.append(_change(whole, _outputs(model, mixed), batch, spread))
         report(begin + len(batch), len(tried))
-    step = max(1, len(tried) // _ALONE)
+    step = -(-len(tried) // _ALONE)
     alone = [
         _change(whole[:, :t], _outputs(model, inputs[:, :t]), [t], spread) for t in sorted({*tried[::step], tried[-1]})
     ]

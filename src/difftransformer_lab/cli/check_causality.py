@@ -1,5 +1,6 @@
 """difftransformer check causality."""
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from json import dumps
@@ -70,38 +71,50 @@ def run(
         dtypes = {dtype: {"fp16": torch.float16, **dtypes}[dtype]}
     checks: list[dict[str, Any]] = []
     worst, where = None, ""
-    tries = [(word, name) for word in dtypes for name in _backends(network, backend, device)]
+    ways, first, backends = _ways(network), next(iter(dtypes)), _backends(network, backend, device)
+    # Other dtypes and ways share code with fp32 in one pass, so they are tried at fewer positions and by fewer backends.
+    tries = [
+        (word, name, how)
+        for word in dtypes
+        for name in backends
+        for how in (ways if word == first or name == backends[0] else [*ways][:1])
+    ]
+    lacking = set()
     with nullcontext() if json else evaluation_progress(f"checking {model}"):
-        for index, (word, name) in enumerate(tries):
-            network, ways = network.to(dtypes[word]), _ways(network)
-            for number, (how, compute) in enumerate(ways.items()):
-                is_whole = word == next(iter(dtypes)) and number == 0
-                positions = None if is_whole else positions_beside_tiles(tokens.shape[1])
-                try:
-                    with use_backend(name), progress.part(index * len(ways) + number, len(tries) * len(ways)):
-                        result = check_causality(compute, tokens, vocabulary=vocabulary, positions=positions, seed=seed)
-                except BackendUnavailable as error:
-                    if backend is not None:
-                        raise
-                    reason = str(error).partition(f"{name}: ")[2] or str(error)  # the error names every backend
-                    complain(f"{name} in {word} does not take the model: {reason.partition(';')[0]}")
-                    break
-                checks.append({"dtype": word, "backend": name, "how": how, **dataclasses.asdict(result)})
-                checks[-1]["is_causal"] = result.is_causal
-                if worst is None or result.excess > worst.excess:
-                    worst, where = result, f"{how}, in {word}" + ("" if name == "auto" else f", backend {name}")
+        for index, (word, name, how) in enumerate(tries):
+            if (word, name) in lacking:
+                continue
+            network = network.to(dtypes[word])
+            positions = None if (word, how) == (first, next(iter(ways))) else positions_beside_tiles(tokens.shape[1])
+            try:
+                with use_backend(name), progress.part(index, len(tries)):
+                    result = check_causality(ways[how], tokens, vocabulary=vocabulary, positions=positions, seed=seed)
+            except BackendUnavailable as error:
+                if backend is not None:
+                    raise
+                reason = str(error).partition(f"{name}: ")[2] or str(error)  # the error names every backend
+                complain(f"{name} in {word} does not take the model: {reason.partition(';')[0]}")
+                lacking.add((word, name))
+                continue
+            checks.append({"dtype": word, "backend": name, "how": how, **dataclasses.asdict(result)})
+            checks[-1]["is_causal"] = result.is_causal
+            if worst is None or result.excess > worst.excess:
+                worst, where = result, f"{how}, in {word}" + ("" if name == "auto" else f", backend {name}")
     if worst is None:
         raise ConfigError(f"{model}: no backend takes it on {device}")
     changed = checks[0]["positions"]
     if json:
         show(dumps({"is_causal": worst.is_causal, "positions": changed, "checks": checks}, indent=2))
     else:
-        tried = list(dict.fromkeys((check["dtype"], check["backend"]) for check in checks))
-        hows = ", ".join(dict.fromkeys(str(check["how"]) for check in checks))
-        named = ", ".join(word if name == "auto" else f"{name} in {word}" for word, name in tried)
+        hows = list(dict.fromkeys(str(check["how"]) for check in checks))
+        tried = Counter((check["dtype"], check["backend"]) for check in checks)
+        named = ", ".join(
+            (word if name == "auto" else f"{name} in {word}") + (f" {hows[0]}" if number < len(hows) else "")
+            for (word, name), number in tried.items()
+        )
         fewest = checks[-1]["positions"]
         others = "" if fewest == changed else f" in one pass in {checks[0]['dtype']}, {fewest} otherwise"
-        show(f"{changed} of {tokens.shape[1] - 1} positions changed{others}; {hows}; {named}.")
+        show(f"{changed} of {tokens.shape[1] - 1} positions changed{others}; {', '.join(hows)}; {named}.")
         for what, change in (("were replaced", worst.changed), ("were left out", worst.alone)):
             at = f" (token {change.output}, when tokens from {change.position} on {what})" if change.size else ""
             show(f"When later tokens {what}, logits changed by at most {change.size:.1e}{at}.")
