@@ -19,6 +19,8 @@ TARGETS = tuple(targets())
 DIFFERENTIAL = tuple(name for name in TARGETS if name != "softmax")
 BASE = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3}
 BASE |= {"max_position_embeddings": 64}
+ROUNDED = 5e-5
+"""Of logits, by the fp32 in which stock norms and rotary tables compute: 1.4e-5 was met, and processors round differently."""
 SOURCES = {
     "three heads": (LlamaConfig, {"num_attention_heads": 3, "tie_word_embeddings": True}),
     "grouped, untied": (LlamaConfig, {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}),
@@ -71,7 +73,7 @@ def test_same_function_at_the_start(name, to, tmp_path):
     stock = saved(tmp_path / "source", config_class, **fields)
     done = upcycle_folder(tmp_path / "source", tmp_path / "made", to=to)
     ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "made")
-    torch.testing.assert_close(ours.double()(ids_of()).logits, stock.double()(ids_of()).logits, rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours.double()(ids_of()).logits, stock.double()(ids_of()).logits, rtol=0, atol=ROUNDED)
     greedy = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     assert torch.equal(ours.generate(ids_of(9), **greedy), stock.generate(ids_of(9), **greedy))
     built = sum(parameter.numel() for parameter in ours.parameters())
@@ -132,7 +134,7 @@ def test_options_away_from_their_defaults_keep_the_function(to, options, tmp_pat
     upcycle_folder(tmp_path / "source", tmp_path / "made", to=to, **options)
     ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "made")
     assert all(getattr(ours.config, name) == value for name, value in options.items())
-    torch.testing.assert_close(ours.double()(ids_of()).logits, stock.double()(ids_of()).logits, rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours.double()(ids_of()).logits, stock.double()(ids_of()).logits, rtol=0, atol=ROUNDED)
 
 
 @pytest.mark.parametrize("to", DIFFERENTIAL)
@@ -170,7 +172,7 @@ def test_the_plain_model_with_as_many_parameters(matched, tmp_path):
     assert abs(wide.parameters - other.parameters) <= 1.5 * ours.config.hidden_size * ours.config.num_hidden_layers
     width = ours.config.intermediate_size
     assert wide.added_parameters == 3 * ours.config.hidden_size * ours.config.num_hidden_layers * (width - 37) > 0
-    torch.testing.assert_close(ours.double()(ids_of()).logits, stock.double()(ids_of()).logits, rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours.double()(ids_of()).logits, stock.double()(ids_of()).logits, rtol=0, atol=ROUNDED)
     mlp = ours.model.layers[1].mlp
     assert mlp.gate_proj.weight[37:].std().item() == pytest.approx(ours.config.initializer_range, rel=0.3)
     assert not torch.equal(mlp.gate_proj.weight[37:], mlp.up_proj.weight[37:])

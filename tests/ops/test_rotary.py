@@ -30,8 +30,9 @@ def test_is_a_complex_rotation(width, theta):
     cos, sin = rotary_tables(position_ids, inverse_frequencies(width, theta))
     assert cos.dtype == sin.dtype == torch.float32
     assert cos.shape == sin.shape == (2, 9, width // 2)
+    # In fp32 an angle of 108 and the frequency behind it round by 7e-6 each, and numbers go up to 4.
     torch.testing.assert_close(
-        apply_rotary(x_BTHD, cos, sin).double(), rotate_as_complex(x_BTHD, position_ids, theta), rtol=0, atol=3e-5
+        apply_rotary(x_BTHD, cos, sin).double(), rotate_as_complex(x_BTHD, position_ids, theta), rtol=0, atol=6e-5
     )
 
 
