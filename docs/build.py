@@ -218,7 +218,7 @@ def main() -> int:
         write_pages(pages)
         if os.environ.get("DIFFTRANSFORMER_NOTEBOOKS") != "off":
             run_notebooks(pages / "notebooks", Path(place) / "run")
-        shutil.copy(ROOT / "README.md", place)  # a part of which index.md includes
+        shutil.copy(ROOT / "README.md", place)  # a part of which worth.md includes
         shutil.rmtree(target, ignore_errors=True)
         words = ["-b", "html", "-c", str(DOCS), "-d", str(Path(place) / "trees"), "-W", "--keep-going", "-q"]
         status = sphinx([*words, str(pages), str(target)])
