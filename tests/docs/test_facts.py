@@ -196,6 +196,11 @@ LOSSES = {  # contrast: its state, digits, and what pages say of it
         "README.md": "V2's is lower by {}, about level",
         "docs/worth.md": "at 3M it is lower by {}, and `diff` makes no difference",
     }),
+    "V2 minus Transformer, clean text": ("above", 3, {
+        "docs/findings.md": "On clean text V2's loss at 1M is *higher*, by {}",
+        "README.md": "on clean text V2's loss at 1M is *higher*, by {}",
+        "docs/worth.md": "on clean text `diff_v2` has a higher loss at 1M parameters, by {} nats a token",
+    }),
     "DIFF minus Transformer, each at its best, 3M": ("within", 3, {
         "docs/findings.md": "Nor does it at 3M: {}, with an interval that contains zero",
     }),
