@@ -16,6 +16,7 @@ from torch import nn
 
 from difftransformer.data.synthetic import NoisyRecall
 from difftransformer.errors import DiffTransformerError
+from difftransformer.ops import build
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.demo import live, page, recall, result
 from difftransformer_lab.studies.design import Design, load_study
@@ -55,6 +56,14 @@ class _Says(nn.Module):
         logits = torch.zeros(*input_ids.shape, recall.TASK.vocab_size)
         logits[..., self.token] = 1
         return type("Output", (), {"logits": logits})
+
+
+@pytest.mark.parametrize("arm", recall.ARMS)
+def test_no_kernel_is_compiled(arm, monkeypatch):
+    monkeypatch.setattr(build, "load", lambda: pytest.fail("kernels are compiled or loaded"))
+    model = recall.build(recall.ARMS[arm], 0)
+    assert [step for step, _ in recall.learn(model, recall.ARMS[arm].rate, 0, 1)] == [1]
+    assert recall.read(model, 0).weights.any()
 
 
 def test_accuracy_counts_the_answers_alone():
