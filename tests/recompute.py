@@ -2,8 +2,8 @@
 
     python tests/recompute.py [FOLDER]    # docs/results/studies; prints a line for each contrast
 
-Each method is another than the package's where there is one: sign-flip tests flip the signs, intervals are found by bisection
-of the same test, and Fieller's bounds are roots of a polynomial.
+Each method is another than the package's where there is one: sign-flip tests flip the signs, their intervals are found by
+bisection of the same test, and Fieller's bounds where Student's t of a - r b reaches its quantile.
 """
 
 import itertools

@@ -155,14 +155,16 @@ def test_the_command(tmp_path, capsys, fails):
     assert main(["check", "causality", folder, "--length", "40", "--dtype", "fp32"]) == 0
     said = capsys.readouterr().out
     assert f"{folder}: causal." in said
-    assert "39 of 39 positions changed in one pass in fp32, 8 otherwise; in one pass, with a cache, packed" in said
+    assert "39 of 39 positions changed in one pass in fp32, 14 otherwise; in one pass, with a cache, packed" in said
     assert f"checking {folder}: 100 % after" in " ".join(said.split())
     assert main(["check", "causality", folder, "--length", "9", "--backend", "reference", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["is_causal"], found["positions"]) == (True, 8)
     ways = [(dtype, how) for dtype in ("fp32", "bf16") for how in ("in one pass", "with a cache", "packed")]
     assert [(check["dtype"], check["how"]) for check in found["checks"]] == ways
-    assert [check["positions"] for check in found["checks"]] == [8] + [2] * 5  # 1 and the last
+    assert [check["positions"] for check in found["checks"]] == [8] + [
+        5
+    ] * 5  # 1, the last, and three where the cache ends
     assert main(["check", "causality", folder, "--length", "9", "--json"]) == 0
     tried = Counter((check["dtype"], check["backend"]) for check in json.loads(capsys.readouterr().out)["checks"])
     backends = list(dict.fromkeys(name for _, name in tried))
@@ -239,4 +241,25 @@ def test_the_command_on_a_model_that_looks_ahead(tmp_path, capsys, monkeypatch, 
     monkeypatch.setattr(DiffTransformerForCausalLM, "forward", leaking)
     chosen = [] if only == "bf16" else ["--dtype", "fp32"]  # by default both
     assert main(["check", "causality", folder, "--length", "40", "--backend", "sdpa", *chosen]) == 1
+    assert "NOT causal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("only", ["cached", "packed"])
+def test_a_leak_at_a_border_of_the_cache_or_of_a_document_alone(tmp_path, capsys, monkeypatch, only):
+    """Of 70 tokens the cache holds 35, and a document has 37: neither is next to a tile of 16."""
+    folder = tiny_model(tmp_path / "model")
+    from difftransformer import DiffTransformerForCausalLM
+
+    forward = DiffTransformerForCausalLM.forward
+
+    def leaking(self, ids, **keywords):
+        cache, positions = keywords.get("past_key_values"), keywords.get("position_ids")
+        at = 35 - cache.get_seq_length() if cache else 36
+        output = forward(self, ids, **keywords)
+        if (cache if only == "cached" else positions is not None) and 0 <= at < ids.shape[1] - 1:
+            output.logits[:, at] += 2 * output.logits[:, at + 1]
+        return output
+
+    monkeypatch.setattr(DiffTransformerForCausalLM, "forward", leaking)
+    assert main(["check", "causality", folder, "--length", "70", "--backend", "sdpa", "--dtype", "fp32"]) == 1
     assert "NOT causal" in capsys.readouterr().out

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EXIT_NOT_CAUSAL = 1
 SHORTEST, LENGTH = 2, 513
 _PACKED_TOKENS = 512  # in a call with packed documents: some backends form maps of that width
+_DOCUMENT = 37  # tokens, so that documents do not end where a tile ends
 
 
 def run(
@@ -39,7 +40,8 @@ def run(
         model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
             without remote code, .gguf file, or owner/name on the Hugging Face hub.
         length: Number of tokens, at least 2; 513 by default, or the model's positions. In one pass in fp32, or in a dtype that
-            is given, all tokens up to the 512th are changed; otherwise only those next to every 16th.
+            is given, all tokens up to the 512th are changed; otherwise only those next to every 16th and to where the cache
+            or a document ends.
         dtype: Dtype to compute in; by default fp32 and bf16, on cuda also fp16.
         backend: Attention backend of a DIFF model or a DiffLlama; by default every backend that auto may take.
         seed: Seed of the tokens.
@@ -55,7 +57,6 @@ def run(
     import torch
 
     from difftransformer.attention import check_causality
-    from difftransformer.attention.causality import positions_beside_tiles
     from difftransformer.hub.opening import open_model
     from difftransformer.ops import use_backend
 
@@ -72,20 +73,21 @@ def run(
     checks: list[dict[str, Any]] = []
     worst, where = None, ""
     ways, first, backends = _ways(network), next(iter(dtypes)), _backends(network, backend, device)
-    # Other dtypes and ways share code with fp32 in one pass, so they are tried at fewer positions and by fewer backends.
+    # Other dtypes and ways share code with fp32 in one pass, so they are tried at fewer positions, and below fp32 a cache and
+    # packed documents by the backend that auto takes first alone.
     tries = [
         (word, name, how)
         for word in dtypes
         for name in backends
         for how in (ways if word == first or name == backends[0] else [*ways][:1])
     ]
-    lacking = set()
+    lacking: set[tuple[str, str]] = set()
     with nullcontext() if json else evaluation_progress(f"checking {model}"):
         for index, (word, name, how) in enumerate(tries):
             if (word, name) in lacking:
                 continue
             network = network.to(dtypes[word])
-            positions = None if (word, how) == (first, next(iter(ways))) else positions_beside_tiles(tokens.shape[1])
+            positions = None if (word, how) == (first, next(iter(ways))) else _positions(tokens.shape[1])
             try:
                 with use_backend(name), progress.part(index, len(tries)):
                     result = check_causality(ways[how], tokens, vocabulary=vocabulary, positions=positions, seed=seed)
@@ -136,12 +138,25 @@ def _backends(network: Any, chosen: str | None, device: str) -> list[str]:
     return list(dict.fromkeys(row.backend for row in TABLE if row.device_type in (None, device)))
 
 
+def _positions(length: int) -> list[int]:
+    """List the positions beside the borders of tiles, of what the cache holds and of documents."""
+    from difftransformer.attention.causality import positions_beside_tiles
+
+    borders = [_cached(length), *range(_DOCUMENT, length, _DOCUMENT)]
+    beside = {border + offset for border in borders for offset in (-1, 0, 1)}
+    return sorted({*positions_beside_tiles(length), *beside & {*range(1, length)}})
+
+
+def _cached(length: int) -> int:
+    return (length + 1) // 2
+
+
 def _ways(network: Any) -> "dict[str, Callable[[Tensor], Tensor]]":
     """Map ways to compute logits (B, T, V) from tokens (B, T): in one pass, with a cache, as packed documents."""
     import torch
 
     def cached(tokens: "Tensor") -> "Tensor":
-        half = (tokens.shape[1] + 1) // 2
+        half = _cached(tokens.shape[1])
         first = network(tokens[:, :half], use_cache=True)
         if not tokens[:, half:].numel():
             return first.logits
@@ -149,8 +164,7 @@ def _ways(network: Any) -> "dict[str, Callable[[Tensor], Tensor]]":
         return torch.cat((first.logits, rest.logits), 1)
 
     def packed(tokens: "Tensor") -> "Tensor":
-        # Documents of 37 tokens, so that they do not end where a tile ends.
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None] % 37
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None] % _DOCUMENT
         # At least two rows at a time, which are laid end to end.
         rows = tokens.split(max(2, _PACKED_TOKENS // tokens.shape[1]))
         return torch.cat([network(some, position_ids=positions, use_cache=False).logits for some in rows])
