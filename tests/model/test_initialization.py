@@ -202,6 +202,19 @@ def test_depth_scaled_residual(initialization, mimetic):
             assert torch.equal(tensor, plain[name]), name
 
 
+@pytest.mark.parametrize("attention_type", ["diff", "diff_v2", "softmax"])
+def test_small_first_logits(attention_type):
+    """The gain of the last norm alone starts at 1 / sqrt(d), and the first loss is that of a guess among all tokens."""
+    fields = {"attention_type": attention_type, "hidden_size": 256, "tie_word_embeddings": True}
+    plain, small = model("fan_in", **fields), model("fan_in", small_first_logits=True, **fields)
+    for name, tensor in values(small).items():
+        expected = torch.full_like(tensor, 1 / 16) if name == "model.norm.weight" else values(plain)[name]
+        assert torch.equal(tensor, expected), name
+    ids = torch.randint(300, (8, 64), generator=torch.Generator().manual_seed(1))
+    assert abs(small(ids, labels=ids).loss.item() - math.log(300)) < 0.1
+    assert plain(ids, labels=ids).loss.item() > math.log(300) + 2
+
+
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"attention_type": "softmax"}], ids=str)
 @pytest.mark.parametrize("initialization", STARTS)
 def test_mimetic_attention_on_both_starts(initialization, fields):
@@ -224,7 +237,7 @@ def test_mimetic_attention_on_both_starts(initialization, fields):
             assert torch.equal(tensor, plain[name]), name
 
 
-NEW_FIELDS = ("embedding_multiplier", "depth_scaled_residual", "mimetic_attention")
+NEW_FIELDS = ("embedding_multiplier", "depth_scaled_residual", "mimetic_attention", "small_first_logits")
 
 
 @torch.no_grad()

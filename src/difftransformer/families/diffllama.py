@@ -170,6 +170,7 @@ def left_out(config: DiffTransformerConfig, target: str) -> tuple[str, ...]:
         "initialization": "normal",
         "depth_scaled_residual": False,
         "mimetic_attention": False,
+        "small_first_logits": False,
     }
     return tuple(
         f"{field}={getattr(config, field)!r} is left out: {target} has no such field, and it does not belong to the weights"

@@ -19,7 +19,7 @@ from .counts import Counts, count
 
 CARD_FILE = "README.md"
 TRAINING_HEADING, NEXT_HEADING = "## Training\n", "## Citation\n"
-STARTS = ("depth_scaled_residual", "mimetic_attention")
+STARTS = ("depth_scaled_residual", "mimetic_attention", "small_first_logits")
 LOADED_FROM = "Of the model that this one was loaded from:"
 _SEAL = re.compile(r"<!-- Written by difftransformer; edit it freely: a changed card is kept\. sha256 (\w+) -->\n")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")

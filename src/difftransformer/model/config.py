@@ -81,6 +81,9 @@ class DiffTransformerConfig(PreTrainedConfig):
         depth_scaled_residual: Whether o_proj and down_proj start divided by sqrt(2 num_hidden_layers), as in GPT-2.
         mimetic_attention: Whether attention starts as a lookup of like tokens (`Attention.mimetic_key`), from which small
             models learn retrieval in far fewer steps. It is the same for every attention type.
+        small_first_logits: Whether the gain of the last norm starts at 1 / sqrt(hidden_size), so that the first loss of a
+            model with tied embeddings is near ln(vocab_size). Otherwise it starts at 1, and with the "fan_in" start such a
+            model begins by naming the token that it has just read, with a logit near sqrt(hidden_size).
         tie_word_embeddings: Whether the output layer is the embedding.
         pad_token_id, bos_token_id, eos_token_id: Ids of the tokens that pad, begin and end a text, as in transformers; None for
             none.
@@ -114,6 +117,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     embedding_multiplier: float = None  # type: ignore[assignment]
     depth_scaled_residual: bool = False
     mimetic_attention: bool = False
+    small_first_logits: bool = False
     tie_word_embeddings: bool = True
     use_cache: bool = True
     attn_backend: str = "auto"

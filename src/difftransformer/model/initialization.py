@@ -72,6 +72,10 @@ class Start:
 
         self._fill(weight, make)
 
+    def last_norm(self, gain: Tensor, config: DiffTransformerConfig) -> None:
+        """Fill the gain of the last norm, (d,), with 1 / sqrt(d)."""
+        self._fill(gain, lambda: torch.full(gain.shape, config.hidden_size**-0.5))
+
     def attention(self, layer: Attention, config: DiffTransformerConfig) -> None:
         """Fill what an attention layer has beside its projections, and all of it where attention starts mimetic."""
 

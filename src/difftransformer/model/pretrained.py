@@ -176,6 +176,8 @@ class DiffTransformerPreTrainedModel(CardedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, Attention):
             start.attention(module, config)
+        elif config.small_first_logits and module is getattr(self.base_model, "norm", None):
+            start.last_norm(module.weight, config)
         else:
             super()._init_weights(module)
 
