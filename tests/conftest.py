@@ -5,36 +5,36 @@ import os
 import random
 import urllib.request
 
+# The process that starts the others imports none of what they test, since they would wait for it.
+
 # Each process of `pytest -n` gets one thread, unless the environment says otherwise: processes with as many threads as
 # there are cores wait for one another. torch reads it when it is first imported. Tests of threads set their own number.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import fsspec
 import pytest
-import torch
 import yaml
 from hypothesis import HealthCheck, settings
-
-# Without a GPU, Triton's kernels run in its interpreter: read when triton is first imported, so before what imports it.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from difftransformer_lab import plots
-from difftransformer_lab.cli.main import main
-from difftransformer_lab.studies import recipe_from
-from tests.support import fresh
 
 # A busy machine fails no test by its clock. Continuous integration draws the same examples each time, others draw new ones.
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("here", derandomize=os.environ.get("DIFFTRANSFORMER_CI") == "1", **CALM)
 settings.load_profile("here")
 
-if os.environ.get("DIFFTRANSFORMER_SANITIZE"):
-    # `make sanitize`: torch.empty gives NaN, and a backward pass that makes one names the forward call.
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.autograd.set_detect_anomaly(True)
+
+def pytest_configure(config):
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    import torch
+
+    # Without a GPU, Triton's kernels run in its interpreter: read when triton is first imported, so before what imports it.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ.get("DIFFTRANSFORMER_SANITIZE"):
+        # `make sanitize`: torch.empty gives NaN, and a backward pass that makes one names the forward call.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.autograd.set_detect_anomaly(True)
 
 
 def pytest_collection_modifyitems(items):
@@ -101,6 +101,8 @@ def toy(toy_text, _toy_shards_folder):
 @pytest.fixture
 def toy_recipe(toy):
     """The toy recipe."""
+    from difftransformer_lab.studies import recipe_from
+
     return recipe_from(toy, source="toy")
 
 
@@ -123,6 +125,8 @@ def toy_shards(toy_text, _toy_shards_folder):
 @pytest.fixture
 def wide_alone():
     """Figures have no narrow form, since drawing is most of a page's time."""
+    from difftransformer_lab import plots
+
     token = plots.WIDE_ALONE.set(True)
     yield
     plots.WIDE_ALONE.reset(token)
@@ -131,12 +135,13 @@ def wide_alone():
 @pytest.fixture
 def undrawn(monkeypatch):
     """Figures are made, and not drawn."""
-    monkeypatch.setattr(plots, "_svg", lambda figure: "<svg></svg>")
+    monkeypatch.setattr("difftransformer_lab.plots._svg", lambda figure: "<svg></svg>")
 
 
 @pytest.fixture
 def fails(capsys):
     """Run a command that must exit with 2 and say why in one line on standard error, and return that line."""
+    from difftransformer_lab.cli.main import main
 
     def run(*words):
         capsys.readouterr()
@@ -152,6 +157,8 @@ def fails(capsys):
 @pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.tools)])
 def store(request, tmp_path, monkeypatch):
     """The URL of an empty folder in a store. What is copied from there goes to a folder of the test."""
+    import fsspec
+
     monkeypatch.setattr("difftransformer.data.shards.copies", lambda: tmp_path / "copies")
     monkeypatch.setattr("difftransformer.data.bpe.copies", lambda: tmp_path / "copies")
     if request.param == "s3":
@@ -175,5 +182,7 @@ def store(request, tmp_path, monkeypatch):
 @pytest.fixture
 def warm_children(monkeypatch):
     """The package's own processes start with torch loaded, which takes half of their seconds. Memory is not to be measured."""
+    from tests.support import fresh
+
     for module in ("studies.costs", "studies.jobs"):
         monkeypatch.setattr(f"difftransformer_lab.{module}.start_child", fresh.start_child)

@@ -66,6 +66,7 @@ def losses(run):
     return lines, validations
 
 
+@pytest.mark.slow
 def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
     stages = [[0, 64], [40, 128]]
     toy["training"] |= {"steps": 200, "checkpoint_every": 5, "validate_every": 80, "context_stages": stages}

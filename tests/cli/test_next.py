@@ -40,6 +40,7 @@ def folder(tmp_path, monkeypatch):
     ("export 'a model' made", "maps made"),
     ("convert 'a model' made --to diffllama", "check causality made"),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_the_printed_command_runs(command, following, folder, capfd):
     assert main(shlex.split(command)) == 0
     words = printed(capfd.readouterr().out)

@@ -42,6 +42,7 @@ def tables_of(text):
     return [cells_of(table) for table in re.split(r"\n(?=\n\|)", f"\n{text}") if table.lstrip().startswith("|")]
 
 
+@pytest.mark.slow
 def test_every_page_has_what_it_inserts():
     written = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if "{{ " in path.read_text("utf-8")]
     assert {"worth.md", "initialization.md", "findings.md", "performance.md", "studies/start.md"} <= set(written)

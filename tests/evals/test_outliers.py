@@ -121,6 +121,7 @@ def test_numbers_that_are_not_finite_are_refused():
             Magnitude("hidden states", 3).add(torch.tensor([1.0, bad]))
 
 
+@pytest.mark.slow
 def test_memory_does_not_depend_on_the_tokens():
     model, peaks, answers = llama(), [], []
 

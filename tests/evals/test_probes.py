@@ -195,7 +195,9 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "tasks"), [("diff", COMMANDS), ("llama", ["allocation"])])
+@pytest.mark.parametrize(
+    ("name", "tasks"), [pytest.param("diff", COMMANDS, marks=pytest.mark.slow), ("llama", ["allocation"])]
+)
 def test_the_commands(name, tasks, tmp_path, monkeypatch, toy_text):
     torch.manual_seed(1)
     sizes = {"vocab_size": 258, "max_position_embeddings": 160, "pad_token_id": 257}

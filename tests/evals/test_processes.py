@@ -111,6 +111,7 @@ def test_any_number_of_processes_goes_on(tasks, alone, tmp_path):
         assert figures(tmp_path / name) == figures(expected / name)
 
 
+@pytest.mark.slow
 def test_parts_hold_every_request_once(alone):
     model = CausalLanguageModel(tiny_folders.model(), tokenizer=None, batch_tokens=64)
     prompts = [tuple(range(length)) for length in (5, 9, 5, 30, 30, 30, 31)]

@@ -104,7 +104,14 @@ def test_the_model_is_put_back():
     assert model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize(("kind", "sharpness"), [("diff", 1.0), ("diff", 4.0), ("diff_v2", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "sharpness"),
+    [
+        pytest.param("diff", 1.0, marks=pytest.mark.slow),
+        ("diff", 4.0),
+        pytest.param("diff_v2", 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_page_of_twelve_layers_and_128_tokens_has_at_most_a_megabyte_and_a_half(kind, sharpness):
     torch.manual_seed(0)
     sizes = {"vocab_size": 258, "hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 12}

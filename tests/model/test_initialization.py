@@ -287,6 +287,7 @@ def unilm_outputs(x, depth, heads):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_layers_start_as_microsofts():
     """Mean, rms and quantiles of the output at each depth, to five standard errors over 150 seeds."""
     heads, depths, seeds, width = 2, 4, 150, 64

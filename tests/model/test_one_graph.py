@@ -68,8 +68,14 @@ def assert_one_graph(model, backend, **tolerance):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("attention_type", ["diff", "diff_v2"])
+def test_layers_share_one_graph(attention_type):
+    assert_one_graph(model_of(attention_type=attention_type), "eager")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [*({"attention_type": name} for name in VARIANTS), *OTHERS.values()], ids=str)
-def test_layers_share_one_graph(options):
+def test_layers_of_any_kind_share_one_graph(options):
     assert_one_graph(model_of(**options), "eager")
 
 
@@ -125,6 +131,7 @@ def test_with_a_cache_there_are_two(attention_type):
 @pytest.mark.parametrize(
     "attention_type", ["diff", *(pytest.param(name, marks=pytest.mark.slow) for name in ("diff_v2", "dex"))]
 )
+@pytest.mark.slow
 def test_a_whole_model_with_free_lengths(attention_type):
     torch.compiler.reset()
     model, counter = (

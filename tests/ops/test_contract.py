@@ -496,7 +496,7 @@ def test_a_compiled_decoding_step_reads_the_lengths_of_each_call(backend):
     assert torch.equal(compiled(*inputs), backend.attend(case)(*inputs))
 
 
-@each(("chunked", *FUSED), OPCHECK, quick=("own keys", "softmax"), heavy=("own keys",))
+@each(("chunked", *FUSED), OPCHECK, quick=("own keys", "softmax"))
 def test_opcheck(backend, case):
     """What torch.library says of the custom operators, in a lower dtype with a gain and in fp32 without one."""
     backend.attend(SMALL)(*SMALL.inputs()[:4])  # registers the operator

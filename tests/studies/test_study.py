@@ -431,6 +431,7 @@ def test_the_learning_rate_is_chosen_on_other_seeds(design, trained, tmp_path, d
     assert {rate.arm: rate.learning_rate for rate in rates} == {"diff": 5e-3, "twin": 5e-3}
 
 
+@pytest.mark.slow
 def test_further_rates_are_tried_where_the_best_lies_at_the_edge(design, trained, tmp_path, document):
     """Of rates so small that nothing is learned, the larger one is better, so a next one follows, as often as allowed."""
     document["axes"] = {}
@@ -463,6 +464,7 @@ def page_of(study, folder):
     return write_page(study_page(analyse(read_records(study.index_file))), folder / "page")
 
 
+@pytest.mark.slow
 def test_a_rate_at_which_a_run_diverges_is_not_chosen(design, trained, tmp_path, document, caplog):
     document["axes"] = {}
     document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-3, DIVERGING], "seeds": 1}
@@ -687,6 +689,7 @@ def test_nothing_is_still_to_come_once_the_rates_of_a_plan_are_chosen(design, do
     assert study.planned() == 4 + 4
 
 
+@pytest.mark.slow
 def test_arms_of_several_machines_make_one_study(design, trained, tmp_path, document, fails):
     document["axes"] = {}
     words = ["study", str(tmp_path / "study.yaml"), "--results", str(tmp_path / "results"), "--out"]

@@ -215,7 +215,8 @@ def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, few=
         cases: Cases, those that the backend does not take left out.
         dtypes: Dtypes; "low" for those that the backend has below fp32; "both" for fp32 and, unless it is heavy, one of these.
         quick: Names of the cases that are quick tests; all if None.
-        heavy: As `quick`, for backends that are heavy.
+        heavy: Names of the cases that are quick tests of heavy backends too. All others of these are slow, and all of
+            further forms.
         few: By label, names of the only cases that a row takes; a further form takes those that are quick tests.
         more: Further marks by label.
     """
@@ -224,16 +225,16 @@ def each(labels=LABELS, cases=None, dtypes=None, *, quick=None, heavy=None, few=
     for row in (row for row in TABLE if str(row) in labels):
         both = (torch.float32,) if row.is_heavy else (torch.float32, row.low[0])
         chosen = {"low": row.low, "both": both}[dtypes] if isinstance(dtypes, str) else dtypes or [None]
-        named = heavy if row.is_heavy and heavy is not None else quick
+        named = heavy or () if row.is_heavy else quick
         for case in [None] if cases is None else filter(row.takes, cases):
             only = (few or {}).get(str(row), heavy if row.is_further_form else None)
             if case is not None and only is not None and case.name not in only:
                 continue
-            slow = [pytest.mark.slow] * (case is not None and named is not None and case.name not in named)
+            is_quick = named is None or (case is not None and case.name in named and not row.is_further_form)
             for dtype in chosen:
                 fitting = case and rounded_up(case, row.width_factor(dtype))
                 values = [x for x in (row, fitting, dtype) if x is not None]
                 words = [str(x).removeprefix("torch.") if x is not fitting else case.name for x in values]
-                marks = [*row.marks, *slow, *more.get(str(row), ())]
+                marks = [*row.marks, *[pytest.mark.slow] * (not is_quick), *more.get(str(row), ())]
                 found.append(pytest.param(*values, marks=marks, id="-".join(words)))
     return pytest.mark.parametrize(names, found, indirect=["backend"])

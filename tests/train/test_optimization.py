@@ -328,6 +328,7 @@ def test_the_loss_of_a_step_is_that_of_the_configuration(
     assert line["loss_nats"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_bf16_trains_with_fp32_weights(tmp_path, train_toy, read_run):
     fields = {"steps": 30, "retrieval": None, "context_stages": [(0, 64)]}
     model = train_toy(tmp_path / "bf16", precision="bf16", **fields)
