@@ -150,6 +150,9 @@ class Inserted:
                 else "registered: its commit is older than every run that it uses"
             )
             lines.append(f"- Plan: `{plan.file}`, SHA-256 `{plan.sha256}`, commit `{plan.commit[:12]}`, {state}")
+        commits = [run.environment.commit for *_, run in one.records.every_run()]
+        if dirty := sum(commit.endswith("-dirty") for commit in commits):
+            lines.append(f"- Disclosed: {dirty} of {len(commits)} reported runs ran with changes that no commit has")
         lines += [f"- Runs that {slug} has too: {count}" for slug, count in one.shared.items()]
         lines += [f"- Disclosed, {date_words(change.when)}: {change.what}" for change in index.changes]
         return "\n".join(lines)

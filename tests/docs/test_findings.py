@@ -83,7 +83,7 @@ def test_every_study_with_records_has_a_page_with_all_of_them():
         assert index.command in text
         assert all(change.what in text for change in index.changes)
         assert index.correction is None or index.correction.why in text
-        assert ("confirm" if index.plan else "explore") in text
+        assert ("tests a" if index.plan else "explore") in text
 
 
 def test_the_ranges_of_times_are_those_of_their_file():
