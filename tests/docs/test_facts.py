@@ -260,7 +260,9 @@ def test_recall_among_noise(studies):
     assert found == tuple(map(int, words.groups()))
     diff, v2, wide, twin = (20 - steps(arm, "0.6").count(inf) for arm in ("diff", "v2", "wide", "twin"))
     assert diff == 20
-    said = f"all 20 DIFF runs reach 90 % right answers in 1,200 steps, {v2} of V2's, {wide} of wide heads' and {twin} of"
+    said = (
+        f"all 20 DIFF runs reach 90 % right answers in 1,200 steps, {v2} of V2's, {wide} of wide heads' and {twin} of"
+    )
     assert said in page
 
 
