@@ -17,6 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from difftransformer.attention import VARIANTS
 from difftransformer.families import FAMILIES, REFUSED
 from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
+from difftransformer.typed import unknown_key
 from difftransformer_lab.analysis import Finding, StudyAnalysis, analyse, figures, read_records, read_studies, tables
 from difftransformer_lab.analysis.compare import Compared, row_of
 from difftransformer_lab.plots import WIDE_ALONE
@@ -26,7 +27,7 @@ from difftransformer_lab.table import Group, Table, date_words, fixed, names
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
-INSERTION = re.compile(r"\{\{ \w+\(")
+INSERTION = re.compile(r"\{\{\s*\w+\(")
 SMALL = {"vocab_size": 1024, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}  # recipes/variants.yaml
 TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 
@@ -59,17 +60,23 @@ class Inserted:
     def _study(self, name: str) -> StudyAnalysis:
         if name in self._studies:
             return self._studies[name]
+        if name not in self._compared and not (RESULTS / f"{name}.json").exists():
+            raise ValueError(f"results: {unknown_key(name, self._studies)}")
         if name not in self._compared:
             self._compared[name] = analyse(read_records(RESULTS / f"{name}.json"))
         return self._compared[name]
 
     def _finding(self, study: str, contrast: str) -> Finding:
-        (found,) = [one for one in self._study(study).findings if one.contrast.name == contrast]
-        return found
+        found = {one.contrast.name: one for one in self._study(study).findings}
+        if contrast not in found:
+            raise ValueError(f"{study}: {unknown_key(contrast, found)}")
+        return found[contrast]
 
     def _row(self, study: str, figure: str, arm: str, *setting: str) -> Compared:
         row = row_of(self._study(study).rows, figure, arm, setting)
-        assert row is not None, (study, figure, arm, setting)
+        if row is None:
+            known = [(one.figure.label, one.arm.name, *one.point) for one in self._study(study).rows]
+            raise ValueError(f"{study} has no {(figure, arm, *setting)}; choose one of {', '.join(map(str, known))}")
         return row
 
     # Single numbers and words

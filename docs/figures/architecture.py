@@ -90,7 +90,8 @@ QUERY = (
     Step("attention/head_norm.py", "NormedAttention.attend", "adds lambda and the headwise norm", "lam, norm"),
     Step("ops/attention.py", "attend", "checks shapes, and describes the call", "Call, Problem"),
     Step("ops/backends.py", "select_backend", "takes the first backend that fits, or the named one", "Backend"),
-    Step("ops/cpu.py", "run", "calls the operator cpu_attention", "tensors and numbers"),
+    Step("ops/cpu.py", "run", "calls what define returned", "Call"),
+    Step("ops/fused.py", "define", "made the operator, its schema and its gradient", "tensors and numbers"),
     Step(
         "ops/csrc/operators.cpp", "attention", "reads shapes and strides, allocates the output", "pointers and strides"
     ),
@@ -120,7 +121,7 @@ TOKEN = (
     Step(
         "studies/comparison.py",
         "compare",
-        "pairs the runs of both models by seed",
+        "trains and evaluates every arm and seed",
         "reports/NAME/\nresults.json",
         "compare",
     ),

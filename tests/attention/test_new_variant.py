@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.attention import VARIABLE, VARIANTS, Option, SoftmaxAttention, config_options, register, variants
+from difftransformer.attention.differential import Differential
 from difftransformer.errors import ConfigError
 from difftransformer.families.llama import targets
 from difftransformer.model import count
@@ -220,9 +221,10 @@ class Impostor(SoftmaxAttention):
     [
         (Impostor, "attention_type='softmax' is already SoftmaxAttention"),
         (Clash, "another variant has an option gate_init"),
+        (Differential, "Differential has no defaults, label, name, twin_heads; a variant sets them in its class"),
     ],
 )
-def test_names_cannot_be_taken_twice(cls, words):
+def test_what_cannot_be_registered(cls, words):
     with pytest.raises(ConfigError, match=words):
         register(cls)
     assert "clash" not in VARIANTS

@@ -10,6 +10,7 @@ import pytest
 from scipy.special import logit
 from scipy.stats import fisher_exact
 
+from difftransformer.attention import VARIANTS
 from difftransformer.hub import open_model, source_folder
 from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
 from difftransformer_lab.analysis import read_studies
@@ -291,3 +292,7 @@ def test_the_lists_of_studies_and_their_sizes():
     )
     sizes = re.findall(r"`([\w-]+)`", "\n".join(row.split(" | ")[0] for row in rows))
     assert set(sizes) == {size for name in found for size in load_study(name).presets}
+
+
+def test_every_attention_type_stands_on_the_page_of_variants():
+    assert {name for name in VARIANTS if f"`{name}`" not in text_of("docs/variants.md")} == set()

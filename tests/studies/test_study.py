@@ -126,6 +126,7 @@ def test_a_preset_takes_a_part(document, design):
 
 @pytest.mark.parametrize(("path", "value", "message"), [
     (("reference",), "none", "reference: no arm 'none'"),
+    (("arms", "diff"), {"label": "Transformer"}, "arms: diff and twin have the label 'Transformer'"),
     (("figures",), [{"label": "x"}], "'x' needs either a task and its name, or a curve"),
     (("axes", "needles", "values"), {}, "axes.needles: no values"),
     (("axes", "needles", "values"), {"a b": {}}, "'a b' names files"), (("presets",), {}, "presets: empty"),
@@ -630,6 +631,16 @@ def test_plans_that_do_not_fit(design, plan, fields, message):
         design()
 
 
+def test_an_arm_that_no_contrast_is_about_is_refused(design, document, plan):
+    """Its learning rates would be tried, and nothing reported."""
+    document["arms"]["half"] = {"set": {"training.steps": 4}}
+    plan(planned())
+    with pytest.raises(ConfigError, match=r"arms: no contrast of the plan .* is about half; .* in presets.laptop.arms"):
+        design()
+    document["presets"]["laptop"]["arms"] = ["diff", "twin"]
+    assert {run.arm for run in design().reported([])} <= {"diff", "twin"}
+
+
 def test_no_option_asks_for_other_runs_than_a_plan(design, document, plan):
     plan(planned())
     for options, given in (
@@ -724,7 +735,11 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys, f
     assert "2 runs, 0 are there, 2 to train" in out
     assert "of the differences by seed: none with 1 seed" in out
     assert main(["study", "study.yaml", "--dry-run", "--seeds", "5"]) == 0
-    assert f"{detectable(5):.1f} with 5 seeds" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{detectable(5):.1f} with 5 seeds" in out
+    assert "10 runs, 0 are there, 10 to train\n  diff: 5 reported\n  twin: 5 reported\n" in out
+    assert main(["study", "study.yaml", "--dry-run", "--seeds", "5", "--only", "twin"]) == 0
+    assert "5 runs, 0 are there, 5 to train\n  twin: 5 reported\n" in capsys.readouterr().out
     missing = f"data.source={tmp_path / 'missing'}"
     assert main(["study", "study.yaml", "--dry-run", "--set", missing]) == 0
     assert "2 runs; none could be looked up: " in capsys.readouterr().out

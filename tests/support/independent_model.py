@@ -86,6 +86,8 @@ def rows_of(shape, head, group, which):
         return 2 * head + which, group
     if shape.base == "diff":
         return 2 * head + which, 2 * group + which
+    if not shape.base.startswith("grouped_diff"):
+        raise NotImplementedError(f"{shape.kind}: add its equations here")
     # Noise heads follow the signal heads that share them, noise keys the signal keys whose heads share them.
     signal, keys = shape.heads // shape.noise, min(shape.groups, shape.noise)
     noise = head // signal

@@ -7,6 +7,7 @@ DIFFTRANSFORMER_VARIANTS=my_package.my_module:MyAttention. A model's files never
 
 import importlib
 import os
+from typing import ClassVar, get_origin
 
 from ..errors import ConfigError
 from .base import Attention, AttentionConfig, HeadLayout, KeyValueCache, Option, PlainLayer, RMSNorm
@@ -78,8 +79,17 @@ def register(cls: type[Attention]) -> type[Attention]:
     """Add a variant to the table under its `name`. Can be used as a decorator.
 
     Raises:
-        ConfigError: another variant has that name, or an option of the same name with another type or default.
+        ConfigError: the class lacks a constant that its bases declare, or another variant has that name, or an option of the
+            same name with another type or default.
     """
+    constants = {
+        name
+        for one in cls.__mro__
+        for name, kind in vars(one).get("__annotations__", {}).items()
+        if get_origin(kind) is ClassVar
+    }
+    if missing := sorted(name for name in constants if not hasattr(cls, name)):
+        raise ConfigError(f"{cls.__name__} has no {', '.join(missing)}; a variant sets them in its class")
     if VARIANTS.get(cls.name, cls) is not cls:
         raise ConfigError(f"attention_type={cls.name!r} is already {VARIANTS[cls.name].__name__}; use another name")
     known = config_options()

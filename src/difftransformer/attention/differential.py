@@ -69,7 +69,7 @@ class DifferentialOptions:
         if self.lambda_form == "token" and self.lambda_value is not None:
             raise ConfigError(
                 f"lambda_value={self.lambda_value} with lambda_form='token': the sigmoid of a projection has no constant "
-                "term; leave lambda_value out or use another lambda_form"
+                "term; leave lambda_value out, the variant's default included, or use another lambda_form"
             )
         if self.head_norm in ("gain", "plain") and self.lambda_init == 1 and self.head_scale is None:
             raise ConfigError(

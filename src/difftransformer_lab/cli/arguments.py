@@ -225,6 +225,6 @@ def _shown(action: Any) -> str:
     if not action.option_strings:
         name = _flag(action).removesuffix("S" if action.nargs else "")
         return choices or (f"[{name}]" if action.nargs == "?" else f"{name}..." if action.nargs else name)
-    words = {int: "N", float: "X", bool: "true|false", list: "A,B,...", dict: "{...}"}
+    words = {int: "N", float: "X", bool: "true|false", list: "A,B,... or [...]", dict: "{...}"}
     value = choices or words.get(get_origin(kind) or kind) or action.metavar or action.dest.upper().rpartition("_")[2]
     return _flag(action) if _is_switch(action) else f"{_flag(action)} {value}"

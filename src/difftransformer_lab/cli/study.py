@@ -70,7 +70,7 @@ def run(
         if arm not in design.arms:
             raise ConfigError(f"--only {arm}: {unknown_key(arm, design.arms)}")
     if dry_run:
-        return _describe(whole)
+        return _describe(whole, only or design.arms)
     build.load()  # here, where its line is seen, and not in a run
     with locked(folder), training_shown(f"study {loaded.name}"):
         whole.train(folder, at_once=at_once, device=device, only=only)
@@ -80,16 +80,23 @@ def run(
     return show_study(read_studies(whole.index_file)[0], folder / whole.index_file.stem, "study")
 
 
-def _describe(study: "Study") -> int:
+def _describe(study: "Study", arms: list[str]) -> int:
     from ..statistics import detectable
 
     design, seeds = study.design, study.design.seeds()
     show(f"{design.config.name}, preset {design.name}: {design.config.question}")
     try:
-        count = study.planned()
-        runs = [*study.tuning(), *design.reported(study.rates())]
-        there = sum(file is not None for file in study.files(runs))
+        tuning, rates = study.tuning(), study.rates()
+        known = [*tuning, *design.reported(rates)]
+        found = zip(known, study.files(known), strict=True)
+        there = sum(file is not None and run.arm in arms for run, file in found)
+        asked = design.reported(rates if design.is_tuned(rates) else None)
+        counts = {arm: [sum(run.arm == arm for run in runs) for runs in (tuning, asked)] for arm in arms}
+        count = sum(map(sum, counts.values()))
         show(f"{count} runs, {there} are there, {count - there} to train")
+        for arm, (to_choose, reported) in counts.items():
+            choice = f"{to_choose} to choose learning rates, " if to_choose else ""
+            show(f"  {arm}: {choice}{reported} reported")
     except DataError as error:
         if design.config.source:
             raise

@@ -51,7 +51,10 @@ class Text(Asked):
 
 @dataclass(frozen=True)
 class Loss(Text):
-    """Asks how likely a text is. The answer: negative log-likelihoods in nats of `ids[first:]`, each given all ids before."""
+    """Asks how likely a text is. The answer: negative log-likelihoods in nats of `ids[first:]`, each given all ids before.
+
+    Like every text, `ids` begin with the tokenizer's `begin_of_text`, if it has one.
+    """
 
     asks = ("loss", "ids", "first")
     first: int = 1

@@ -189,7 +189,12 @@ class StudyConfig:
             raise ConfigError(f"reference: no arm {self.reference!r}; choose one of {', '.join(self.arms)}")
         if len(self.arms) < 2:
             raise ConfigError(f"arms: only {self.reference}; name at least one beside the reference")
+        by_label: dict[str, str] = {}
         for name, one_arm in self.arms.items():
+            label = one_arm.label or name
+            if other := by_label.get(label):
+                raise ConfigError(f"arms: {other} and {name} have the label {label!r}; change one")
+            by_label[label] = name
             if bool(one_arm.upcycle) != bool(self.source):
                 raise ConfigError(
                     f"arms.{name}.upcycle is {one_arm.upcycle!r} and source is {self.source!r}; a study of a pretrained "
@@ -500,6 +505,12 @@ class Design:
                 _check_names(f"{where}: at", term.at, self.values)
                 for axis, value in term.at.items():
                     _check_names(f"{where}: at.{axis}", [value], [OWN_BEST, *self.values[axis]])
+        named = {arm for contrast in plan.contrasts for term in contrast.terms for arm in term.arms}
+        if unasked := [arm for arm in self.arms if arm not in named]:
+            raise ConfigError(
+                f"arms: no contrast of the plan {source} is about {', '.join(unasked)}; add one to the plan, or name the other "
+                f"arms in presets.{self.name}.arms"
+            )
 
     def is_tuned(self, rates: Sequence[ChosenRate]) -> bool:
         """Whether these are the rates of every arm at every point where one is chosen."""
