@@ -206,7 +206,7 @@ LOSSES = {  # contrast: its state, digits, and what pages say of it
         "README.md": "and by {} at 3M, before its longer step is counted",
         "docs/worth.md": "and by {} at 3M",
     }),
-    "V2 minus Transformer, clean text": ("above", 3, {
+    "V2 minus Transformer, clean text, best rates": ("above", 3, {
         "docs/findings.md": "On clean text V2's loss at 1M is *higher*, by {}",
         "README.md": "On clean text V2's loss at 1M is *higher*, by {}",
         "docs/worth.md": "on clean text at 1M it is higher, by {}",
