@@ -1,5 +1,5 @@
-// The operators difftransformer::cpu_attention and cpu_attention_backward (`define` in ops/fused.py has their schemas). They use
-// only torch's stable interface, so that a library built with one release of torch runs with the next.
+// The operators difftransformer::cpu_attention and cpu_attention_backward (`define` in ops/fused.py has their schemas).
+// They use only torch's stable interface, so that a library built with one release of torch runs with the next.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
