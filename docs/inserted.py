@@ -61,7 +61,7 @@ class Inserted:
         if name in self._studies:
             return self._studies[name]
         if name not in self._compared and not (RESULTS / f"{name}.json").exists():
-            raise ValueError(f"results: {unknown_key(name, self._studies)}")
+            raise ValueError(f"results: {name!r}: {unknown_key(name, self._studies)}")
         if name not in self._compared:
             self._compared[name] = analyse(read_records(RESULTS / f"{name}.json"))
         return self._compared[name]
@@ -69,7 +69,7 @@ class Inserted:
     def _finding(self, study: str, contrast: str) -> Finding:
         found = {one.contrast.name: one for one in self._study(study).findings}
         if contrast not in found:
-            raise ValueError(f"{study}: {unknown_key(contrast, found)}")
+            raise ValueError(f"{study}: {contrast!r}: {unknown_key(contrast, found)}")
         return found[contrast]
 
     def _row(self, study: str, figure: str, arm: str, *setting: str) -> Compared:

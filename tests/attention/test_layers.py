@@ -161,3 +161,19 @@ class TestRefused:
 def test_variants_name_themselves():
     assert all(variant(name) is cls and cls.name == name for name, cls in VARIANTS.items())
     assert variant("diff") is DifferentialAttention
+
+
+def test_rows_that_are_padded_at_their_end():
+    """Causal attention never sees the padding; lengths, which would move what each query sees, are refused."""
+    torch.manual_seed(0)
+    layer, hidden, lengths = (
+        DifferentialAttention(32, 2),
+        torch.randn(2, 9, 32),
+        torch.tensor([9, 5], dtype=torch.int32),
+    )
+    whole, short = layer(hidden)[0], layer(hidden[1:, :5])[0]
+    torch.testing.assert_close(whole[1:, :5], short)
+    with pytest.raises(ConfigError, match=r"kv_lengths in causal attention .*leave it out"):
+        layer(hidden, kv_lengths=lengths)
+    free = layer(hidden, is_causal=False, kv_lengths=lengths)[0]
+    torch.testing.assert_close(free[1:, :5], layer(hidden[1:, :5], is_causal=False)[0])

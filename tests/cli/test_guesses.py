@@ -52,6 +52,19 @@ def test_a_text_gets_a_recipe_that_trains(texts, tmp_path, capsys):
     assert (tmp_path / "my: texts.yaml").read_text() == recipe + "# mine\n"
 
 
+def test_the_recipe_of_another_text_is_not_taken(texts, tmp_path, fails):
+    """Two texts of one name: the next command would train on the first."""
+    (tmp_path / "my.txt").write_text("Some other text.\n\nAnd more.\n\n" * 40)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "a.txt").write_text("A text.\n" * 400)
+    (tmp_path / "my" / "b.txt").write_text("Another.\n" * 400)
+    (tmp_path / "my" / "c.txt").write_text("A third.\n" * 400)
+    assert main(["train", "my.txt"]) == 0
+    before = (tmp_path / "my.yaml").read_text()
+    assert "my.yaml is there and not a recipe for my (data.source: my.txt); rename it" in fails("train", "my")
+    assert (tmp_path / "my.yaml").read_text() == before
+
+
 def test_what_is_neither_run_nor_text(texts, tmp_path, fails):
     (tmp_path / "empty").mkdir()
     assert "empty" in fails("train", "empty")

@@ -8,7 +8,7 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 from scipy.special import logit
-from scipy.stats import fisher_exact
+from scipy.stats import fisher_exact, spearmanr
 
 from difftransformer.attention import VARIANTS
 from difftransformer.hub import open_model, source_folder
@@ -296,3 +296,133 @@ def test_the_lists_of_studies_and_their_sizes():
 
 def test_every_attention_type_stands_on_the_page_of_variants():
     assert {name for name in VARIANTS if f"`{name}`" not in text_of("docs/variants.md")} == set()
+
+
+def interval(values, places):
+    """A mean with Student's 95 % interval, as pages write it."""
+    found = paired_difference(list(values), [0.0] * len(values))
+    return [f"{abs(one):.{places}f}" for one in (found.mean, *sorted((found.low, found.high), key=abs))]
+
+
+def figure_by_seed(studies, slug, name, arm, point):
+    runs = studies[slug].at(arm, point)
+    return {seed: next(one.value for one in run.figures if one.name == name) for seed, run in runs.items()}
+
+
+def differences(studies, slug, name, arm, reference, point=(), reference_point=None):
+    own = figure_by_seed(studies, slug, name, arm, point)
+    other = figure_by_seed(studies, slug, name, reference, point if reference_point is None else reference_point)
+    return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
+
+
+def test_losses_that_are_explored(studies):
+    said = text_of("docs/studies/controls.md")
+    words = {
+        "diff": "DIFF's held-out loss is {} bits a byte lower than the Transformer's [{}, {}]",
+        "averaged": "averaging the maps lowers it more, by {} [{}, {}]",
+        "no-norm": "without norm is higher by {} [{}, {}]",
+    }
+    for arm, sentence in words.items():
+        found = differences(studies, "controls-laptop", "bits per byte", arm, "twin")
+        assert (fmean(found) > 0) == (arm == "no-norm")
+        assert sentence.format(*interval(found, 3)) in said
+    found = differences(studies, "start-laptop", "nll", "no-norm", "diff", ("fan-in",))
+    mean, low, high = interval(found, 3)
+    assert f"higher by {mean} nats a token [{low}, {high}]" in text_of("docs/worth.md")
+    gaps = {
+        start: fmean(differences(studies, "start-laptop", "nll", "diff", "twin", (f"{start}-0.002",)))
+        for start in ("normal", "fan-in")
+    }
+    said = f"DIFF is {gaps['normal']:.2f} behind, from the fan-in start {-gaps['fan-in']:.2f} ahead"
+    assert said in text_of("docs/findings.md")
+
+
+def test_outliers_at_one_rate(studies):
+    evidence, of = studies["outliers-laptop"], {}
+    for arm in ("diff", "v2", "twin"):
+        for seed, run in evidence.at(arm, ("2400",)).items():
+            for row in run.figures:
+                if row.task == "outliers":
+                    of[arm, seed, row.name, row.at["rank"]] = row.value
+    rates = {
+        arm: {run.recipe["training"]["optimizer"]["learning_rate"] for run in evidence.at(arm, ("2400",)).values()}
+        for arm in ("v2", "twin")
+    }
+    assert rates["v2"] == rates["twin"]
+    seeds = sorted({seed for _, seed, *_ in of})
+
+    def ratio(arm, name, over_median):
+        def size(arm, seed):
+            return np.log(of[arm, seed, name, 1]) - over_median * np.log(of[arm, seed, name, "median"])
+
+        found = paired_difference([size(arm, seed) for seed in seeds], [size("twin", seed) for seed in seeds])
+        return [f"{np.exp(one):.2f}" for one in (found.mean, found.low, found.high)]
+
+    states, logits = (ratio("v2", name, over_median=False) for name in ("hidden states", "attention logits"))
+    assert float(states[2]) < 1 > float(logits[2])
+    words = (
+        f"V2's largest hidden state is {states[0]} of the Transformer's and its largest attention logit {logits[0]},"
+    )
+    assert words in text_of("docs/findings.md")
+    assert f"V2's hidden states peak at {states[0]} of the twin's" in text_of("README.md")
+    correction = evidence.index.correction
+    assert f"V2's largest state is {states[0]}, and its largest logit {logits[0]}, of" in correction.stands
+    own = [ratio("diff", name, over_median=False)[0] for name in ("hidden states", "attention logits")]
+    assert f"DIFF's, {own[0]} and {own[1]}, are open" in correction.stands
+    for arm, words in (
+        ("v2", "V2's states are {} [{}, {}] of the Transformer's and its logits {} [{}, {}]"),
+        ("diff", "DIFF's {} [{}, {}] and {} [{}, {}]"),
+    ):
+        found = [one for name in ("hidden states", "attention logits") for one in ratio(arm, name, over_median=True)]
+        assert words.format(*found) in correction.why
+
+
+def test_what_v2s_step_costs(studies):
+    """On one kind of processor, both arms at once."""
+    medians = []
+    for slug, point in (("start-clean", ("fan-in-0.008",)), ("start-laptop-3m", ("fan-in",))):
+        own, other = (studies[slug].at(arm, point) for arm in ("v2", "twin"))
+        assert len({run.environment.instruction_set for runs in (own, other) for run in runs.values()}) == 1
+        medians.append(median(own[seed].step_seconds / other[seed].step_seconds for seed in own.keys() & other.keys()))
+    words = f"step takes {100 * (medians[0] - 1):.0f} to {100 * (medians[1] - 1):.0f} % longer"
+    for page in ("README.md", "docs/findings.md"):
+        assert words in text_of(page)
+    table = text_of("docs/performance-gpu.md")
+    twin, v2 = (
+        float(re.search(rf"\| {name} \| [\d.]+ \| ([\d.]+) \|", table)[1])
+        for name in ("twin 125M, cuDNN", "DIFF V2 125M")
+    )
+    assert f"on a CPU, {100 * (v2 / twin - 1):.0f} % on an H100" in text_of("README.md")
+
+
+def test_clean_text_at_rates_chosen_on_it(studies):
+    said, index = text_of("docs/studies/start.md"), studies["start-clean-tuned"].index
+    tried = {one.arm: dict(one.tried) for one in index.rates}
+    chosen = {one.arm: one.learning_rate for one in index.rates}
+    assert (chosen["v2"], chosen["twin"]) == (0.008, 0.004)
+    over = fmean(figure_by_seed(studies, "start-clean-tuned", "nll", "v2", ("fan-in",)).values())
+    assert f"on which its loss was {tried['v2'][0.008]:.3f}; over the 12 reported seeds it is {over:.3f}" in said
+    assert f"({tried['v2'][0.004]:.3f} and {tried['twin'][0.004]:.3f})" in said
+    runs = {arm: studies["start-clean"].at(arm, ("fan-in-0.008",)) for arm in ("v2", "twin")}
+    norms = {arm: {seed: max(run.curves["gradient_norm"].values) for seed, run in runs[arm].items()} for arm in runs}
+    v2, twin = norms["v2"].values(), norms["twin"].values()
+    assert f"V2's largest gradient norms were {min(v2):.0f} to {max(v2):.0f} (median {median(v2):.0f})" in said
+    assert f"the Transformer's {min(twin):.0f} to {max(twin):.0f}" in said
+    seeds = sorted(runs["v2"])
+    found = differences(studies, "start-clean", "nll", "v2", "twin", ("fan-in-0.008",))
+    correlation = spearmanr([norms["v2"][seed] for seed in seeds], found).statistic
+    assert f"(rank correlation {correlation:.2f})" in said
+
+
+def test_mqar_is_learned_or_not(studies):
+    evidence = studies["synthetic-laptop"]
+    figure, ends = evidence.index.figures[0], {}
+    for arm in ("diff", "twin"):
+        ends[arm] = sorted(
+            figure_of(run, figure) for width in ("64", "32") for run in evidence.at(arm, (width,)).values()
+        )
+    assert f"{fmean(ends['diff']):.2f}" == "1.00"
+    low = [one for one in ends["twin"] if one < 0.5]
+    said, high = text_of("docs/studies/synthetic.md"), len(ends["twin"]) - len(low)
+    assert f"all {len(ends['diff'])} of DIFF's runs end at 1.00, and of the Transformer's {high}, the others" in said
+    assert f"the others at {low[0]:.2f} to {low[-1]:.2f}" in said

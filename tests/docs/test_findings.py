@@ -114,3 +114,13 @@ def test_the_attention_of_the_demo_is_that_of_its_file():
         learned = [curve.values[-1] for run in runs for name, curve in run.curves.items() if name.startswith("lambda")]
         shown = [float(number) for number in re.findall(r"[+-][\d.]+", lambdas)]
         assert shown == [round(value, 2) for value in learned]
+
+
+@pytest.mark.parametrize(("page", "words"), [
+    ('{{ runs("start-laptpo") }}', "results: 'start-laptpo': unknown key; did you mean start-laptop"),
+    ('{{effect("start-laptop", "DIFF") }}', "start-laptop: 'DIFF': unknown key"),
+    ('{{ mean("noise-laptop", "right answers at the end", "dif", "0.6") }}', "noise-laptop has no .*'dif'.*choose one of"),
+])  # fmt: skip
+def test_what_a_page_names_wrong_is_said(page, words):
+    with pytest.raises(ValueError, match=words):
+        pages().fill(page)

@@ -286,8 +286,8 @@ def unilm_outputs(x, depth, heads):
     return out(attended.transpose(1, 2).reshape(batch, length, width))
 
 
-@torch.no_grad()
 @pytest.mark.slow
+@torch.no_grad()
 def test_layers_start_as_microsofts():
     """Mean, rms and quantiles of the output at each depth, to five standard errors over 150 seeds."""
     heads, depths, seeds, width = 2, 4, 150, 64

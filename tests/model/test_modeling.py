@@ -590,7 +590,6 @@ class TestTraining:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["diff", "softmax", "diff_v2", "grouped_diff"])
 @torch.no_grad()
-@pytest.mark.slow
 def test_compiled_without_a_graph_break(kind):
     model, ids = tiny(attention_type=kind, num_hidden_layers=1, embedding_multiplier=3.3), tokens(2, 13)
     mask = torch.ones_like(ids)

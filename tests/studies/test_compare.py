@@ -325,7 +325,6 @@ def test_a_run_that_the_system_kills_says_so(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("wide_alone")
-@pytest.mark.slow
 def test_any_task_can_be_in_a_study(copied, study_document, no_costs, monkeypatch):
     """The recipe asks for another task of the trained runs: it is asked, shown on the page and compared."""
     folder, _ = copied

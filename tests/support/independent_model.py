@@ -87,7 +87,9 @@ def rows_of(shape, head, group, which):
     if shape.base == "diff":
         return 2 * head + which, 2 * group + which
     if not shape.base.startswith("grouped_diff"):
-        raise NotImplementedError(f"{shape.kind}: add its equations here")
+        raise ValueError(
+            f"{shape.kind!r} is not a kind that this file has equations for; write them here, or add it to BASES"
+        )
     # Noise heads follow the signal heads that share them, noise keys the signal keys whose heads share them.
     signal, keys = shape.heads // shape.noise, min(shape.groups, shape.noise)
     noise = head // signal

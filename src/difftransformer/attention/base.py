@@ -496,14 +496,16 @@ class Attention(nn.Module):
             restrictions: The keys that each query may attend to. None takes them from the following arguments.
             is_causal: Whether attention is causal, bottom-right aligned.
             **keywords: attn_mask, window, kv_start, kv_lengths and cu_seqlens, as in `differential_attention`. In a bool
-                attn_mask, True means may attend, unlike in nn.MultiheadAttention.
+                attn_mask, True means may attend, unlike in nn.MultiheadAttention. kv_lengths needs a cache, a context or
+                is_causal=False.
 
         Returns:
             The output (B, T, M), and the map (B, H, T, S) in fp32 or None.
 
         Raises:
             ShapeError: the last dimension of hidden or context is not M.
-            ConfigError: a keyword is unknown. For keywords of nn.MultiheadAttention, the message names ours.
+            ConfigError: a keyword is unknown, or kv_lengths is given without one of these. For keywords of
+                nn.MultiheadAttention, the message names ours.
         """
         if theirs:
             raise ConfigError(
@@ -512,6 +514,11 @@ class Attention(nn.Module):
             )
         if restrictions is None:
             check_keywords(type(self), Restrictions._fields, keywords)
+            if is_causal and cache is None and context is None and keywords.get("kv_lengths") is not None:
+                raise ConfigError(
+                    "kv_lengths in causal attention to `hidden` itself would align the last query with the last of these keys; "
+                    "leave it out, since no position sees the padding behind it, or pass is_causal=False"
+                )
             restrictions = Restrictions(is_causal=is_causal, **keywords)
         elif keywords:
             raise ConfigError(f"{', '.join(keywords)} and restrictions were given together; pass one of the two")

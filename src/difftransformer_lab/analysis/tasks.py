@@ -29,6 +29,7 @@ _SEED = 0
 
 _MEASURES = (
     (r"\bnll by position\b", "loss by position"),
+    (r"\bnll of the answer\b", "loss of the whole answer"),
     (r"\bnll\b", "loss per token"),
     (r"^bits per byte\b", "loss per byte"),
 )

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from difftransformer.errors import ConfigError, DataError
 
+from ..recipe_files import read_recipe
+
 SHARES = (0.1, 0.2, 0.3, 0.5)
 """Shares of the documents to hold out; the first that leaves some on both sides is taken."""
 RECIPE = """\
@@ -22,7 +24,7 @@ training:
   validation_windows: 8
   checkpoint_every: 100
 evaluation:
-  - {{task: perplexity, options: {{text: validation, windows: 8}}}}
+  - {{task: perplexity, options: {{text: validation, windows: 64, spread: true}}}}
 compare: {{models: [diff, softmax], seeds: 3}}
 """
 
@@ -35,7 +37,12 @@ def is_text(path: Path) -> bool:
 
 
 def write_recipe(text: Path) -> Path:
-    """Write a recipe for a text to the current folder unless there is one, and return its path."""
+    """Write a recipe for a text to the current folder unless there is one, and return its path.
+
+    Raises:
+        ConfigError: The folder holds a model, or a file of the recipe's name is not of this text.
+        DataError: The text is missing, empty or too short to hold out a part.
+    """
     from difftransformer.data.text import check_split
 
     if (text / "config.json").is_file():
@@ -49,6 +56,12 @@ def write_recipe(text: Path) -> Path:
                 raise
     name = text.resolve().name.partition(".")[0] or "mine"
     path = Path(f"{name}.yaml")
-    if not path.exists():
+    if path.exists():
+        source = read_recipe(str(path)).get("data", {}).get("source")
+        if source is None or Path(source).resolve() != text.resolve():
+            raise ConfigError(
+                f"{path} is there and not a recipe for {text} (data.source: {source}); rename it, or the text"
+            )
+    else:
         path.write_text(RECIPE.format(name=dumps(name), source=dumps(str(text)), share=share), encoding="utf-8")
     return path
