@@ -27,6 +27,7 @@ from difftransformer_lab.table import Group, Table, date_words, fixed, names
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
+SHORTEST_NOTE = 60  # characters
 INSERTION = re.compile(r"\{\{\s*\w+\(")
 SMALL = {"vocab_size": 1024, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}  # recipes/variants.yaml
 TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
@@ -46,12 +47,18 @@ class Inserted:
         self._compared: dict[str, StudyAnalysis] = {}
 
     def fill(self, page: str) -> str:
-        """Return a page with what it inserts.
+        """Return a page with what it inserts; how to read a table or a figure is said at the first of its kind.
 
         Raises:
             ValueError: The page states a verdict that is not that of the finding.
         """
-        return self._environment.from_string(page).render() if INSERTION.search(page) else page
+        if not INSERTION.search(page):
+            return page
+        kept: list[str] = []
+        for paragraph in self._environment.from_string(page).render().split("\n\n"):
+            if paragraph not in kept or len(paragraph) < SHORTEST_NOTE:
+                kept.append(paragraph)
+        return "\n\n".join(kept)
 
     @cached_property
     def _studies(self) -> dict[str, StudyAnalysis]:
