@@ -51,7 +51,7 @@ def start(tmp_path):
     def run(code):
         (tmp_path / "work.py").write_text(code)
         paths = os.pathsep.join([str(tmp_path), *sys.path])
-        environment = os.environ | {"PYTHONPATH": paths, "DIFFTRANSFORMER_LAZY": "1"}  # as the command sets it
+        environment = os.environ | {"PYTHONPATH": paths}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         command = [sys.executable, "-c", PARENT, "work", "word"]
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)

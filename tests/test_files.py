@@ -156,8 +156,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     path = tmp_path / "a[1].json"
     path.write_text("old")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environment = os.environ | {"DIFFTRANSFORMER_LAZY": "1"}
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path)], env=environment, **pipes) for _ in range(2)]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path)], **pipes) for _ in range(2)]
     try:
         assert [writer.stdout.readline() for writer in writers] == ["writing\n"] * 2
         writers[0].kill()

@@ -1,15 +1,12 @@
 """Differential Transformer: exact and fast differential attention, a language model, training, and fair comparisons.
 
-Importing this package also imports transformers, so that transformers' Auto classes know the model type "difftransformer".
-The command `difftransformer` postpones this until it needs a model: it sets DIFFTRANSFORMER_LAZY. Without transformers,
-`difftransformer.ops` and `difftransformer.attention` need only torch.
+transformers is imported with the first model. Where a program imports it, before this package or after it, its Auto classes
+know the model type "difftransformer". `difftransformer.ops` and `difftransformer.attention` need only torch.
 """
 
-import os
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ._lazy import lazy_names
+from ._lazy import import_after, lazy_names
 from ._version import __version__
 
 if TYPE_CHECKING:
@@ -30,8 +27,5 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(__name__)
 __all__ += ["__version__"]
 
-
-if "DIFFTRANSFORMER_LAZY" not in os.environ:
-    with suppress(ImportError):  # without a suitable transformers; the model then raises this error on first use
-        from . import model
-        from .families import models
+import_after("transformers", f"{__name__}.model")
+import_after(f"{__name__}.model", f"{__name__}.families.models")

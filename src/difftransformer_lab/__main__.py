@@ -1,10 +1,7 @@
 """The command `difftransformer`, also as `python -m difftransformer_lab`."""
 
-import os
 import sys
 from importlib.metadata import requires
-
-os.environ["DIFFTRANSFORMER_LAZY"] = "1"  # see `difftransformer.__init__`; the command's own processes inherit it
 
 
 def main() -> int:

@@ -20,7 +20,6 @@ GRACE_SECONDS = 2  # for the step and the checkpoint of a child whose parent is 
 def start_child(module: str, *words: str, **options: Any) -> subprocess.Popen[bytes]:
     """Start `main(words)` of a module in a process that ends with this one."""
     command = [sys.executable, "-m", "difftransformer_lab.child", module, *words]
-    options["env"] = (options.get("env") or os.environ) | {"DIFFTRANSFORMER_LAZY": "1"}  # so that it watches at once
     return subprocess.Popen(command, stdin=subprocess.PIPE, **options)
 
 

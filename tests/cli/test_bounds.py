@@ -30,8 +30,7 @@ def shell(line, **environment):
 
 def test_faults_of_the_command_line_are_found_without_torch(tmp_path):
     code = f"""
-        import os, sys
-        os.environ["DIFFTRANSFORMER_LAZY"] = "1"  # as `difftransformer_lab.__main__` does
+        import sys
         from difftransformer_lab.cli.main import main
         assert main(["--help"]) == 0
         for verb in {sorted(set(verbs()) - {"build-kernels"})!r}:

@@ -113,7 +113,7 @@ KILLED = """
 
 def test_a_killed_process_leaves_nothing_that_counts(tmp_path):
     path = lines_file(tmp_path / "a.jsonl", 120)
-    killed = fresh.Fresh(KILLED, path, tmp_path / "shards", 40, DIFFTRANSFORMER_LAZY="1")
+    killed = fresh.Fresh(KILLED, path, tmp_path / "shards", 40)
     assert killed.finish(timeout=500).returncode == -9
     assert list((tmp_path / "shards").glob("making-*/train-00001.bin"))
     again = prepare_shards(request(path, tmp_path / "shards"))
@@ -242,7 +242,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path, suffix):
     for megabytes in (20, 100):
         path = tmp_path / f"{megabytes}.{suffix}"
         path.write_text(line * (megabytes * 2**20 // len(line)), encoding="utf-8")
-        process = fresh.Fresh(MEMORY, path, tmp_path / f"shards-{megabytes}", DIFFTRANSFORMER_LAZY="1")
+        process = fresh.Fresh(MEMORY, path, tmp_path / f"shards-{megabytes}")
         found = process.finish(timeout=500)
         assert found.returncode == 0, found.stderr
         peaks.append(int(found.stdout.split()[-1]) / 1024)

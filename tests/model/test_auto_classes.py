@@ -13,7 +13,8 @@ from tests.support.tiny_models import tiny
 ORDERS = {
     "ours first": """
 import sys, difftransformer, difftransformer.serving
-assert "vllm" not in sys.modules
+from difftransformer.attention import DifferentialAttention
+assert not {"transformers", "vllm"} & set(sys.modules)
 from transformers import AutoModelForCausalLM
 """,
     "theirs loaded first": """
@@ -29,6 +30,7 @@ from transformers import AutoConfig, AutoModel
 config = AutoConfig.from_pretrained(FOLDER)
 made = AutoConfig.for_model("difftransformer", hidden_size=32, num_attention_heads=4)
 models = (AutoModelForCausalLM.from_pretrained(FOLDER), AutoModelForCausalLM.from_config(config))
+AutoConfig.for_model("differential_family", family="qwen2", attention_type="diff_v2")
 print(*(type(x).__name__ for x in (*models, config, made, AutoModel.from_pretrained(FOLDER))))
 """
 
