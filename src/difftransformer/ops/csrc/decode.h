@@ -22,11 +22,49 @@ inline Vec load_some(const In* p, int64_t n) {
   return load(x);
 }
 
-// Asks for a row that is read soon. Two streams of requests keep the memory busier than one.
+// Products of a query with several keys, whose lanes are still to be summed. `stage` writes the query in the form that
+// `products` reads, into round_up(width, W) floats.
 template <class In>
-inline void prefetch_row(const In* row, int64_t width) {
-  for (int64_t i = 0; i < width; i += 64 / static_cast<int64_t>(sizeof(In))) __builtin_prefetch(row + i);
-}
+struct Dot {
+  static void stage(const In* from, int64_t width, float* to) {
+    convert_row(from, width, to);
+    std::fill(to + width, to + round_up(width, W), 0.f);
+  }
+  template <int keys>
+  static void products(const float* query, const In* const (&key)[keys], int64_t width, Vec* out) {
+    Vec sum[keys] = {};
+    int64_t d = 0;
+    for (; d + W <= width; d += W) {
+      const Vec part = load(query + d);
+#pragma GCC unroll 4
+      for (int i = 0; i < keys; i++) sum[i] += part * load(key[i] + d);
+    }
+    if (d < width)
+      for (int i = 0; i < keys; i++) sum[i] += load(query + d) * load_some(key[i] + d, width - d);
+    for (int i = 0; i < keys; i++) out[i] = sum[i];
+  }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Dot<BFloat16> {
+  static __m512bh load_pairs(const BFloat16* p, int64_t n) {
+    return (__m512bh)_mm512_maskz_loadu_epi16(n < 2 * W ? (1u << n) - 1 : ~0u, p);
+  }
+  static void stage(const BFloat16* from, int64_t width, float* to) {
+    for (int64_t d = 0; d < width; d += 2 * W, to += W) store(to, (Vec)load_pairs(from + d, width - d));
+  }
+  template <int keys>
+  static void products(const float* query, const BFloat16* const (&key)[keys], int64_t width, Vec* out) {
+    __m512 sum[keys] = {};
+    for (int64_t d = 0; d < width; d += 2 * W, query += W) {
+      const auto part = (__m512bh)load(query);
+#pragma GCC unroll 4
+      for (int i = 0; i < keys; i++) sum[i] = _mm512_dpbf16_ps(sum[i], part, load_pairs(key[i] + d, width - d));
+    }
+    for (int i = 0; i < keys; i++) out[i] = (Vec)sum[i];
+  }
+};
+#endif
 
 template <class In, int maps>
 struct Decode {
@@ -63,9 +101,8 @@ struct Decode {
     const int64_t keys = std::max<int64_t>(last - first, 0), rows = block.count * maps, padded = round_up(p.width, W);
     for (int64_t row = 0; row < rows; row++) {
       float* to = q + row * padded;
-      convert_row(query.at(block.batch, block.head[row / maps], block.query[row / maps]) + row % maps * p.width,
-                  p.width, to);
-      std::fill(to + p.width, to + padded, 0.f);
+      Dot<In>::stage(query.at(block.batch, block.head[row / maps], block.query[row / maps]) + row % maps * p.width,
+                     p.width, to);
     }
     for (int64_t row = 0; row < rows; row += maps)
       score_rows(block, first, keys, q + row * padded, scores + row * kDecodeChunk);
@@ -78,30 +115,25 @@ struct Decode {
       weigh(block, first, keys, scores + row * maps * kDecodeChunk, records + row * record());
   }
 
-  // Computes dot products of a row's queries with the chunk's keys. A key is read as a whole, both maps' halves in
-  // turn.
+  // Computes dot products of a row's queries with the chunk's keys. Keys are read as a whole, both maps' halves in
+  // turn, and four at a time, so that a query is loaded once for all of them.
   void score_rows(const Block& block, int64_t first, int64_t keys, const float* q, float* scores) const {
+    constexpr int together = 4;
     const int64_t padded = round_up(p.width, W);
-    float sums[maps][W * W], turned[W * W];
+    Vec sums[maps][W];
     for (int64_t k = 0; k < keys; k += W) {
-      const int64_t count = std::min<int64_t>(W, keys - k);
-      for (int64_t r = 0; r < count; r++) {
-        const In* row = key.at(block.batch, block.group, first + k + r);
-        prefetch_row(value.at(block.batch, block.group, first + k + r), p.value_width);
-        for (int m = 0; m < maps; m++, row += p.shared_key ? 0 : p.width) {
-          Vec sum{};
-          int64_t d = 0;
-          for (; d + W <= p.width; d += W) sum += load(q + m * padded + d) * load(row + d);
-          if (d < p.width) sum += load(q + m * padded + d) * load_some(row + d, p.width - d);
-          store(sums[m] + r * W, sum);
+      for (int r = 0; r < W; r += together) {
+        const In* rows[together];
+        for (int i = 0; i < together; i++) {
+          rows[i] = key.at(block.batch, block.group, first + std::min(k + r + i, keys - 1));
+        }
+        for (int m = 0; m < maps; m++) {
+          const In* halves[together];
+          for (int i = 0; i < together; i++) halves[i] = rows[i] + (p.shared_key ? 0 : m * p.width);
+          Dot<In>::template products<together>(q + m * padded, halves, p.width, sums[m] + r);
         }
       }
-      for (int m = 0; m < maps; m++) {
-        transpose_block(reinterpret_cast<uint32_t*>(sums[m]), W, reinterpret_cast<uint32_t*>(turned), W);
-        Vec total{};
-        for (int r = 0; r < W; r++) total += load(turned + r * W);
-        store(scores + m * kDecodeChunk + k, total, static_cast<int>(count));
-      }
+      for (int m = 0; m < maps; m++) store(scores + m * kDecodeChunk + k, total_of_each(sums[m]));
     }
   }
 
@@ -157,18 +189,21 @@ struct Decode {
     Vec sum[maps][vectors] = {};
     for (int64_t k = 0; k < keys; k++) {
       const In* row = value.at(block.batch, block.group, first + k) + e;
-      if (e == 0 && first + k + kDecodeChunk < block.last_key)
-        prefetch_row(key.at(block.batch, block.group, first + k + kDecodeChunk),
-                     p.shared_key ? p.width : maps * p.width);
+      Vec v[vectors];
+      if constexpr (vectors == 1)
+        v[0] = load_some(row, last);
+      else
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j += 2) load_pair(row + j * W, v[j], v[j + 1]);
 #pragma GCC unroll 8
-      for (int j = 0; j < vectors; j++) {
-        const Vec v = vectors > 1 ? load(row + j * W) : load_some(row, last);
+      for (int j = 0; j < vectors; j++)
 #pragma GCC unroll 2
-        for (int m = 0; m < maps; m++) sum[m][j] += weights[m * kDecodeChunk + k] * v;
-      }
+        for (int m = 0; m < maps; m++) sum[m][j] += weights[m * kDecodeChunk + k] * v[j];
     }
-    for (int m = 0; m < maps; m++)
+    for (int m = 0; m < maps; m++) {
+      for (int j = 0; j + 1 < vectors; j += 2) in_order<In>(sum[m][j], sum[m][j + 1]);
       for (int j = 0; j < vectors; j++) store(record_ + m * (2 + width()) + 2 + e + j * W, sum[m][j]);
+    }
   }
 
   // Merges the chunks of a group in order, scaled to one maximum.

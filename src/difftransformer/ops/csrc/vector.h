@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 namespace difftransformer {
@@ -118,6 +119,19 @@ inline void store(Half* p, Vec v) { store_halves(p, vreinterpret_u16_f16(vcvt_f1
 inline void store(BFloat16* p, Vec v) { store_halves(p, vmovn_u32((uint32x4_t)round_to_bf16(v))); }
 #endif
 
+// Loads 2 W numbers. Those of bf16 come apart without a shuffle as the ones at even and at odd places, which `in_order`
+// mends.
+template <class T>
+inline void load_pair(const T* p, Vec& first, Vec& second) {
+  first = load(p);
+  second = load(p + W);
+}
+inline void load_pair(const BFloat16* p, Vec& even, Vec& odd) {
+  const Int u = load_bits<Int>(p);
+  even = (Vec)(u << 16);
+  odd = (Vec)(u & static_cast<int32_t>(0xffff0000));
+}
+
 template <class T>
 inline void convert_row(const T* from, int64_t n, float* to) {
   int64_t i = 0;
@@ -186,6 +200,27 @@ inline void zip(Int first, Int second, Int& low, Int& high, std::integer_sequenc
   low = __builtin_shuffle(first, second, Int{(i / 2 + i % 2 * W)...});
   high = __builtin_shuffle(first, second, Int{(W / 2 + i / 2 + i % 2 * W)...});
 #endif
+}
+
+template <class T>
+inline void in_order(Vec& first, Vec& second) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    Int low, high;
+    zip((Int)first, (Int)second, low, high, std::make_integer_sequence<int, W>());
+    first = (Vec)low;
+    second = (Vec)high;
+  }
+}
+
+// Returns the sums of the lanes of W vectors, that of rows[i] in lane i.
+inline Vec total_of_each(Vec (&rows)[W]) {
+  for (int half = W / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) {
+      Int low, high;
+      zip((Int)rows[i], (Int)rows[i + half], low, high, std::make_integer_sequence<int, W>());
+      rows[i] = (Vec)low + (Vec)high;
+    }
+  return rows[0];
 }
 
 // W x W block of 32-bit units.
