@@ -211,7 +211,7 @@ LOSSES = {  # contrast: its state, digits, and what pages say of it
         "docs/worth.md": "on clean text at 1M it is higher, by {}",
     }),
     "DIFF minus Transformer, clean text, best rates": ("within", 3, {
-        "docs/findings.md": "DIFF's is lower by {} [-0.001, 0.025], less than the paper's difference on this text too",
+        "docs/findings.md": "DIFF's is lower by {} [-0.001, 0.025], again below the paper's difference",
         "docs/worth.md": "and DIFF's lower by {} [-0.001, 0.025]",
         "README.md": "DIFF's lower by {} [-0.001, 0.025]",
     }),
