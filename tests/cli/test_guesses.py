@@ -76,6 +76,32 @@ def test_what_is_neither_run_nor_text(texts, tmp_path, fails):
     assert list(tmp_path.glob("*.yaml")) == []
 
 
+@pytest.mark.parametrize("content", ["text,b\nhello,1\n", 'text,b\n"a: b: c",1\n'])
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_what_is_handed_over_in_place_of_a_recipe(verb, content, texts, tmp_path, fails):
+    """A table, which train does not read by itself; and a folder of texts, which train alone takes."""
+    (tmp_path / "x.csv").write_text(content)
+    said = fails(verb, "x.csv")
+    assert said.startswith(f"difftransformer {verb}: x.csv: ")
+    assert (
+        "a folder or file of .txt, .md, .py or .jsonl; the column text of a .csv or .parquet file is data.source: hf:"
+        in said
+    )
+    if verb == "compare":
+        assert "difftransformer train TEXT writes a recipe for a folder" in fails(verb, texts.name)
+
+
+def test_a_folder_that_is_no_run_is_not_written_into(toy_file, texts, fails):
+    before = sorted(texts.iterdir())
+    for dry in ([], ["--dry-run"]):
+        line = f"{texts.name}: holds 0.txt and no run; name a new folder, or a run, as --out"
+        assert line in fails("train", toy_file, "--out", texts.name, *dry)
+    (texts / "config.yaml").write_text("mine: 1\n")
+    assert f"{texts.name}/config.yaml: " in fails("train", toy_file, "--out", texts.name)
+    (texts / "config.yaml").unlink()
+    assert sorted(texts.iterdir()) == before
+
+
 @pytest.mark.parametrize(("words", "reply"), [
     ("dmeo", "dmeo: no such file; did you mean demo?"),
     ("nosuch", "nosuch: no such file; name a YAML file, or one that is shipped: ablation, demo"),
@@ -117,7 +143,13 @@ def test_a_dry_run_refuses_what_training_would(texts, toy_file, tmp_path, monkey
     )
     run = tmp_path / "run"
     assert main(["train", str(toy_file), "--out", str(run), "--set", "training.steps=5"]) == 0
-    assert "holds a run of another recipe (training.steps was 5 and is now 8)" in fails(*dry, "--out", run)
+    said = fails(*dry, "--out", run)
+    assert "holds a run of another recipe (training.steps was 5 and is now 8)" in said
+    assert (
+        f"goes on from it with --set branch_from={run} (weights, moments, place in the data) or start_from (wei" in said
+    )
+    assert "in another --out" in said
+    assert "branch_from" not in fails(*dry, "--out", run, "--set", "training.steps=4")
 
 
 def test_missing_text_is_named_before_a_tokenizer_is_trained(toy_file, tmp_path, fails, caplog):

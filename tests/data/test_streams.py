@@ -99,6 +99,14 @@ def test_datasets_reads_local_files(tmp_path, monkeypatch, prefix, kind):
     assert prepare_shards(config).folder == shards.folder
 
 
+def test_datasets_reads_a_csv_of_the_current_folder(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text('text,label\n"One, two.",1\nThree.,0\n')
+    assert [one.text for one in read_documents("hf:a.csv")] == ["One, two.", "Three."]
+
+
 def test_broken_sets_are_one_line(tmp_path, monkeypatch):
     """Also where a stream breaks after its first rows."""
     pytest.importorskip("datasets")
@@ -121,7 +129,7 @@ def test_broken_sets_are_one_line(tmp_path, monkeypatch):
 
 def test_what_datasets_reads_is_named_by_what_it_takes(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"'.parquet' are not read; allowed are .* such as Parquet\)"):
+    with pytest.raises(DataError, match=r"'.parquet' are not read; allowed are .* such as CSV or Parquet\)"):
         read_documents(str(tmp_path / "a.parquet"))
     with pytest.raises(DataError, match=rf"no .txt, .* file in this folder; .* or write hf:{tmp_path} to read other"):
         read_documents(str(tmp_path))

@@ -175,7 +175,7 @@ def test_mistakes_are_named(toy_file, override, message):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (None, "no such file"), ("a folder", "cannot be read"), (b"name: [1", "not valid YAML in line 1"),
+    (None, "no such file"), ("a folder", "a folder; a recipe is a mapping"), (b"name: [1", "not valid YAML in line 1"),
     (b"a: b\n\tc: d", "not valid YAML in line 2"), (b"- 1\n- 2", "a recipe is a mapping"),
     (b"", "a recipe is a mapping"), (b"name: \xff\xfe", "cannot be read"),
     (b"name: toy", "model: missing (Recipe needs it)"),

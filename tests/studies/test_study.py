@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections import Counter
 from datetime import UTC, datetime
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -217,6 +218,24 @@ def test_a_run_without_a_planned_figure_is_an_error(document, design, trained, t
         Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1)
     (kept,) = (tmp_path / "results").glob("small/runs/*.json")
     assert kept.name.startswith("diff")  # which is not asked for it
+
+
+def test_a_figure_that_no_finished_run_has_is_an_error(document, design, trained, tmp_path):
+    """Runs that are there already are not trained again, and an empty page says nothing."""
+    document["axes"], results, out = {}, tmp_path / "results", tmp_path / "out"
+    Study(design(), results).train(out, at_once=1)
+    trained.clear()
+    index = (results / "small" / "laptop.json").read_bytes()
+    for figure, there in (
+        (LOSS | {"name": "nlll"}, "nll, bits per byte"),
+        (LOSS | {"at": {"position": 7}}, "nll at all"),
+        ({"label": "loss", "curve": "lambda 9"}, "lambda 0, lambda 1"),
+    ):
+        document["figures"] = [figure]
+        with pytest.raises(EvaluationError, match=f"no run has the figure 'loss'; .*runs have .*{there}"):
+            Study(design(), results).train(out, at_once=1)
+    assert trained == []
+    assert (results / "small" / "laptop.json").read_bytes() == index
 
 
 def test_a_study_keeps_what_it_trained(document, design, trained, tmp_path):
@@ -730,7 +749,9 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys, f
     monkeypatch.chdir(tmp_path)
     document["axes"] = {}
     design()
-    assert main(["study", "study.yaml", "--dry-run"]) == 0
+    with monkeypatch.context() as unprepared:
+        unprepared.setattr("difftransformer_lab.studies.study.prepare_shards", lambda data: pytest.fail("prepared"))
+        assert main(["study", "study.yaml", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "2 runs, 0 are there, 2 to train" in out
     assert "of the differences by seed: none with 1 seed" in out
@@ -742,7 +763,7 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys, f
     assert "5 runs, 0 are there, 5 to train\n  twin: 5 reported\n" in capsys.readouterr().out
     missing = f"data.source={tmp_path / 'missing'}"
     assert main(["study", "study.yaml", "--dry-run", "--set", missing]) == 0
-    assert "2 runs; none could be looked up: " in capsys.readouterr().out
+    assert "2 runs, 0 are there, 2 to train" in capsys.readouterr().out
     assert not (tmp_path / "docs").exists()
     assert main(["study", "study.yaml", "--set", "training.steps=2"]) == 0
     out = capsys.readouterr().out
@@ -752,6 +773,11 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys, f
     record = read_result(next((tmp_path / "reports/studies/small/runs").glob("diff-seed0-*.json")), RunRecord)
     assert record.recipe["training"]["steps"] == 2
     assert str(tmp_path) not in json.dumps(record.recipe["data"].get("folder", ""))
+    next((tmp_path / "reports/studies/small/runs").glob("twin-*.json")).unlink()
+    with monkeypatch.context() as gone:
+        gone.setattr("difftransformer_lab.studies.study.prepare_shards", Mock(side_effect=DataError("no text")))
+        assert main(["study", "study.yaml", "--set", "training.steps=2", "--dry-run"]) == 0
+    assert "2 runs; none could be looked up: no text" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "reports")
     assert "--preset huge: small has laptop" in fails("study", "study.yaml", "--preset", "huge")
     assert "no such file" in fails("study", "nowhere")
@@ -776,7 +802,7 @@ def test_arms_that_start_from_a_pretrained_model(document, design, trained, tmp_
     changes = [f"data.source={tmp_path / 'missing'}"]
     lacking = Study(design(changes=changes), tmp_path / "results", source=str(source), models=tmp_path / "models")
     with pytest.raises(DataError, match="missing"):
-        lacking.files(lacking.design.reported())
+        lacking.prepared(lacking.design.reported()[0])
     index = study.train(tmp_path / "out", at_once=1)
     assert len(trained) == len(index.members) == 2
     assert index.command == "difftransformer study small --preset laptop --source pretrained"

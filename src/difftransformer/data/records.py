@@ -141,7 +141,7 @@ def load_set(
         ) from None
     options: dict[str, Any] = {"streaming": True} if streaming else {}
     if (path := Path(hub_name)).is_file():
-        hub_name, options["data_files"] = str(path.parent), path.name
+        hub_name, options["data_files"] = str(path.absolute().parent), path.name
     advice = f"check name, configuration, split and network{otherwise}"
     with _set_faults(name, f"load {path}", advice), errors_only("huggingface_hub"):  # not its warnings about retries
         return datasets.load_dataset(hub_name, config, split=split, revision=revision, **options)

@@ -39,8 +39,8 @@ JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
 SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES)
 SOURCES = (
     f"{STDLIB}; {packages.NAME}; a folder of files that end in {', '.join(SUFFIXES)}; one such file; "
-    "hf:NAME[:CONFIG][:SPLIT] (a set of the Hugging Face hub, or a folder or file that datasets reads, such as Parquet), or "
-    "hf-stream:NAME[:CONFIG][:SPLIT], which is not stored first"
+    "hf:NAME[:CONFIG][:SPLIT] (a set of the Hugging Face hub, or a folder or file that datasets reads, such as CSV or "
+    "Parquet), or hf-stream:NAME[:CONFIG][:SPLIT], which is not stored first"
 )
 HUB_PREFIXES = ("hf:", "hf-stream:")
 LARGE_BYTES = 2**24

@@ -27,6 +27,7 @@ from .studies import (
     StudyMember,
     Upcycling,
     figure_of,
+    figures_there,
     headline_figures,
     measured,
     reached_at,

@@ -336,6 +336,13 @@ def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
     return mean_over_steps(curve) if figure.area else curve.values[-1]
 
 
+def figures_there(record: RunRecord, figure: StudyFigure) -> str:
+    """List what a run has in place of a figure that it lacks: the places of its name, else names of its task, or curves."""
+    of_task = [one for one in record.figures if one.task == figure.task]
+    places = [f"{one.name} at {one.at or 'all'}" for one in of_task if one.name == figure.name]
+    return ", ".join(record.curves if figure.curve else places or dict.fromkeys(one.name for one in of_task))
+
+
 def reached_at(curve: Curve, figure: StudyFigure) -> float | None:
     """Return the step at which a curve first reaches a figure's level; None if it never does."""
     assert figure.reaches is not None

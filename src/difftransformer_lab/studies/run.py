@@ -69,16 +69,24 @@ def start_run(folder: Path, recipe: Recipe) -> None:
 
 
 def continued_recipe(folder: Path, recipe: Recipe) -> Recipe | None:
-    """Return the recipe of the run in a folder, which `recipe` continues; None if there is no run."""
+    """Return the recipe of the run in a folder, which `recipe` continues; None if it has no checkpoint or there is none."""
     path = folder / RECIPE_FILE
-    if not path.exists() or not checkpoints(folder):
+    if not path.exists():
+        if others := sorted(one.name for one in folder.glob("[!.]*")):
+            raise CheckpointError(f"{folder}: holds {others[0]} and no run; name a new folder, or a run, as --out")
         return None
     there = load_recipe(path)
+    if not checkpoints(folder):
+        return None
     before, after = (plain(one, without=[ASIDE, ADJUSTABLE]) for one in (there, recipe))
     if difference := _difference(before, after):
-        raise CheckpointError(
-            f"{folder}: holds a run of another recipe ({difference}); choose another --out, or delete the folder"
-        )
+        advice = "choose another --out, or delete the folder"
+        if recipe.training.steps > there.training.steps:
+            advice = (
+                f"in another --out, difftransformer train goes on from it with --set branch_from={folder} (weights, moments, "
+                "place in the data) or start_from (weights alone)"
+            )
+        raise CheckpointError(f"{folder}: holds a run of another recipe ({difference}); {advice}")
     return there
 
 

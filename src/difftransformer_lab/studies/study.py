@@ -29,6 +29,7 @@ from ..results import (
     StudyIndex,
     StudyMember,
     figure_of,
+    figures_there,
     headline_figures,
     read_result,
     write_result,
@@ -150,8 +151,13 @@ class Study:
             groups.setdefault(_on_same_data(run), []).append(run)
         data = {}
         for key, group in groups.items():
+            known = [self.store.data_of(run) for run in group]
+            everywhere = set.intersection(*known)
+            is_certain = not any(known) or (len(everywhere) == 1 and self._source is None)
+            if is_certain:  # without preparing data, which takes long
+                data[key] = min(everywhere, default="")
+                continue
             here = self.prepared(group[0]).data_sha256
-            everywhere = set.intersection(*(self.store.data_of(run) for run in group))
             data[key] = here if here in everywhere or not everywhere else min(everywhere)
         return [self.store.find(run, data[_on_same_data(run)]) for run in runs]
 
@@ -297,13 +303,27 @@ class Study:
                 where = f" at {place(one.point)}" if one.point else ""
                 text = "%s%s: the best learning rate, %g, is at the edge of those tried"
                 logger.info(text, one.arm, where, one.learning_rate)
+        if only is None:
+            self._check_figures()
         return self.write_index()
+
+    def _check_figures(self) -> None:
+        """Check that each figure is in some run that ended; records of earlier studies may lack one."""
+        files = self.files(self.design.reported(self.rates()))
+        records = [self.store.read(file) for file in files if file is not None]
+        ended = [record for record in records if record.diverged_after is None]
+        for figure in self.design.figures if ended else ():
+            if all(figure_of(record, figure) is None for record in ended):
+                there = figures_there(ended[0], figure)
+                raise EvaluationError(f"no run has the figure {figure.label!r}; change figures; runs have {there}")
 
     def _train(self, runs: Sequence[PlannedRun], folder: Path, at_once: int, device: str) -> bool:
         """Train the missing runs. Return whether there were any."""
         missing = {run.identity: run for run, file in zip(runs, self.files(runs), strict=True) if file is None}
         if not missing:
             return False
+        for run in self.design.tuning:  # an impossible task of a later turn is refused now
+            self.prepared(run)
         if self.design.plan is not None:
             check_committed()
         threads = max(1, torch.get_num_threads() // at_once)
@@ -321,8 +341,9 @@ class Study:
                 logger.warning("%s diverged after step %d and has no figures", job.label, record.diverged_after)
             elif lacking := self.design.lacking(run, record):
                 raise EvaluationError(
-                    f"{job.label}: has no figure {lacking[0].label!r}, which the study plans; change figures, or "
-                    f"the options of its task: {job.folder / EVALUATIONS} holds what was found"
+                    f"{job.label}: has no figure {lacking[0].label!r}, which the study plans; it has "
+                    f"{figures_there(record, lacking[0])}; change figures, or the options of its task: "
+                    f"{job.folder / EVALUATIONS} holds what was found"
                 )
             record = replace(record, recipe=portable(run.recipe), data_sha256=prepared.data_sha256)
             self.store.add(run, record)
