@@ -59,6 +59,17 @@ def test_any_cache_and_rotation(cls):
     assert not torch.allclose(unrotated, whole, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "tables", [rotation(8, 8), rotation(1, 8), rotation(9, 16), rotation(9, 8)[:1] + rotation(9, 6)[1:]],
+    ids=["length", "one row", "width of two maps", "unequal"],
+)  # fmt: skip
+def test_rotary_tables_of_another_size_are_refused(tables):
+    layer = DifferentialAttention(32, 2)
+    shapes = " and ".join(str(tuple(table.shape)) for table in tables)
+    with pytest.raises(ShapeError, match=re.escape(f"{shapes}, expected (9, 4) or (2 or 1, 9, 4) each")):
+        layer(torch.randn(2, 9, 32), position_embeddings=tables)
+
+
 class TestDifferential:
     def test_rotation_of_a_context(self):
         """Keys turn by their own positions: a context that is the hidden states with their table is self-attention."""

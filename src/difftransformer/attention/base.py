@@ -471,7 +471,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Tensor | None = None,
         *theirs: Tensor,
         context: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -503,8 +503,8 @@ class Attention(nn.Module):
             The output (B, T, M), and the map (B, H, T, S) in fp32 or None.
 
         Raises:
-            ShapeError: the last dimension of hidden or context is not M.
-            ConfigError: a keyword is unknown, or kv_lengths is given without one of these. For keywords of
+            ShapeError: the last dimension of hidden or context is not M, or rotary tables are not of the shape above.
+            ConfigError: a keyword is unknown, hidden is missing, or kv_lengths is given without one of these. For keywords of
                 nn.MultiheadAttention, the message names ours.
         """
         if theirs:
@@ -522,6 +522,8 @@ class Attention(nn.Module):
             restrictions = Restrictions(is_causal=is_causal, **keywords)
         elif keywords:
             raise ConfigError(f"{', '.join(keywords)} and restrictions were given together; pass one of the two")
+        if hidden is None:
+            raise ConfigError(f"{type(self).__name__} got no hidden states; pass them first")
         source = hidden if context is None else context
         for name, states in (("hidden", hidden), ("context", source)):
             if states.dim() != 3 or states.shape[-1] != self.embed_dim:

@@ -53,6 +53,7 @@ FORWARD = (
     | _each("pass attn_mask (True = may attend), such as mask[:, None, None, :] of tokens", "attention_mask", "mask")
     | _each("pass need_map=True for the map of every head", "need_weights", "output_attentions")
     | _each("pass need_map=True and average the heads' maps", "average_attn_weights")
+    | _each("pass the hidden states by position", "hidden_states", "inputs", "query", "x")
     | _each(_CONTEXT, "encoder_hidden_states", "key", "memory", "value")
     | _each("pass is_causal", "causal")
     | _each("pass window", "sliding_window", "window_size")

@@ -7,7 +7,7 @@ those dimensions.
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ShapeError
 from .problem import LOW_PRECISION
 
 
@@ -55,7 +55,18 @@ def apply_rotary(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Returns:
         (B, T, H, D) in the dtype of x; low precision is rotated in fp32 and rounded once.
+
+    Raises:
+        ShapeError: The tables are of another shape.
     """
+    shape = (x_BTHD.shape[1], *(1,) * (x_BTHD.dim() - 4), x_BTHD.shape[-1] // 2)  # `accelerate` divides H in two
+    batch = cos.shape[: -len(shape)]
+    if cos.shape != sin.shape or cos.shape[-len(shape) :] != shape or batch not in ((), (1,), (x_BTHD.shape[0],)):
+        raise ShapeError(
+            f"rotary tables have shapes {tuple(cos.shape)} and {tuple(sin.shape)}, expected ({shape[0]}, {shape[-1]}) or "
+            f"({x_BTHD.shape[0]} or 1, {shape[0]}, {shape[-1]}) each: a row for each token and a column for each pair of "
+            f"{x_BTHD.shape[-1]} features; make them with rotary_tables(positions, inverse_frequencies({x_BTHD.shape[-1]}))"
+        )
     cos_BT1F, sin_BT1F = cos.unsqueeze(-2), sin.unsqueeze(-2)
     if x_BTHD.dtype not in LOW_PRECISION:
         cos_BT1F, sin_BT1F = cos_BT1F.to(x_BTHD.dtype), sin_BT1F.to(x_BTHD.dtype)
