@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "following"), [
-    ("maps demo --beside demo-twin", "eval needle demo demo-twin"),
+    ("maps demo --beside demo-twin", "eval needle demo demo-twin --digits 2"),
     ("check causality 'a model' --length 8 --backend reference", "eval needle 'a model'"),
     ("eval perplexity 'a model' --text words.txt", "maps 'a model'"),
     ("eval perplexity 'a model' demo --text words.txt", "maps 'a model'"),

@@ -11,7 +11,7 @@ from difftransformer.errors import BackendUnavailable, ConfigError
 from difftransformer.sources import check_model
 
 from .arguments import check_device
-from .console import complain, show, show_next
+from .console import complain, show, show_needle_next
 from .progress import evaluation_progress
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def run(
         verdict = "causal" if worst.is_causal else f"NOT causal: it looks into the future ({where})"
         show(f"{model}: {verdict}. In standard deviations of the logits; up to {worst.tolerance:g} is rounding.")
         if worst.is_causal:
-            show_next("eval", "needle", model)
+            show_needle_next(model)
     return 0 if worst.is_causal else EXIT_NOT_CAUSAL
 
 

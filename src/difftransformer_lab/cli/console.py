@@ -16,6 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED
+from difftransformer.sources import shipped_models
 
 from ..printable import printable, printable_line
 
@@ -53,6 +54,11 @@ def command(*words: object) -> str:
 
 def show_next(*words: object) -> None:
     show(f"Next: {command(*words)}")
+
+
+def show_needle_next(*models: str) -> None:
+    digits = ["--digits", "2"] if shipped_models().keys() & {*models} else []  # those learned no longer numbers
+    show_next("eval", "needle", *models, *digits)
 
 
 def show_table(table: "Table") -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import check_positive
-from .console import console, log, show, show_next
+from .console import console, log, show, show_needle_next, show_next
 
 if TYPE_CHECKING:
     from ..demo.live import Run
@@ -54,7 +54,7 @@ def run(out: str = OUT, steps: int = STEPS, seed: int = 0, seeds: int = 1, jobs:
         show(f"Results: {result.write(finished, folder)}")
     page = write_page(finished, stored, steps, folder, _write_maps(pair, folder).name)
     show(f"\nReport: {page}: open it in a browser")
-    show_next("eval", "needle", "demo", "demo-twin", "--digits", "2")
+    show_needle_next("demo", "demo-twin")
     show_next("maps", "demo", "--beside", "demo-twin")
     return 0
 

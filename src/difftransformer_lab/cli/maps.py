@@ -8,7 +8,7 @@ from difftransformer.sources import check_model
 from difftransformer.typed import WeightsDtype
 
 from .arguments import check_device, check_positive, check_text
-from .console import log, show, show_next
+from .console import log, show, show_needle_next
 
 ARGUMENTS = {"prompt": {"nargs": "?", "help": "The text. Defaults to one in which a number must be found."}}
 
@@ -58,5 +58,5 @@ def run(
     path = page.save(path)
     log(f"{len(page.html) / 1e6:.2f} MB")
     show(f"{path}: open it in a browser")
-    show_next("eval", "needle", *names)
+    show_needle_next(*names)
     return 0
