@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.results import TaskResult, read_result, summary_rows
+from tests.support import tiny_folders
 from tests.support.tiny_models import tiny
 
 IDS = torch.arange(3, 43)[None]
@@ -171,7 +172,9 @@ def test_weights_that_are_not_the_models_are_named(run, tmp_path, fails):
     assert "is a pickle" in fails("export", tmp_path / "a", tmp_path / "b")
     document = json.loads((tmp_path / "a" / "config.json").read_text())
     (tmp_path / "a" / "config.json").write_text(json.dumps(document | {"model_type": "llama"}))
-    assert "its model_type is 'llama', not 'difftransformer'" in fails("export", tmp_path / "a", tmp_path / "b")
+    assert "a: model_type='llama' is not of this package, and its folder can be shared" in fails(
+        "export", tmp_path / "a", tmp_path / "b"
+    )
     assert not (tmp_path / "b").exists()
 
 
@@ -180,6 +183,19 @@ def test_a_model_that_diffllama_cannot_express_leaves_nothing(tmp_path, fails):
     before = set(tmp_path.iterdir())
     assert "attention_type" in fails("export", tmp_path / "v2", tmp_path / "out", "--to", "diffllama")
     assert set(tmp_path.iterdir()) == before
+
+
+def test_a_differential_model_of_another_family(tmp_path, fails):
+    model = tiny_folders.differential_qwen(tmp_path / "qwen").eval()
+    assert main(["export", str(tmp_path / "qwen"), str(tmp_path / "out"), "--license", "mit"]) == 0
+    with torch.no_grad():
+        assert torch.equal(logits(tmp_path / "out"), model(IDS).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("hello").input_ids == [*b"hello"]
+    assert rows(tmp_path / "out")["family"] == "`qwen3`: all but attention is the original's"
+    assert rows(tmp_path / "out")["parameters"] == f"{model.num_parameters():,}"
+    for words in (["--with-code"], ["--to", "diffllama"]):
+        line = fails("export", tmp_path / "qwen", tmp_path / "none", *words)
+        assert f"made differential; it opens with this package alone, so leave out {' '.join(words)}" in line
 
 
 def test_harness_says_what_to_install_where_lm_eval_is_missing(run, monkeypatch, capsys):

@@ -12,7 +12,7 @@ import transformers
 
 from ..attention import SoftmaxAttention
 from ..errors import CheckpointError, ConfigError, DiffTransformerError, on_one_line
-from ..families import convert_folder
+from ..families import DifferentialFamilyConfig, convert_folder
 from ..families.checkpoint_io import (
     SHARD_BYTES,
     WeightsReader,
@@ -22,6 +22,7 @@ from ..families.checkpoint_io import (
     whole_or_not_at_all,
     write_weights,
 )
+from ..model import DiffTransformerConfig
 from ..model.card import CARD_FILE, HEADS, Training, is_ours, model_card, read_card, training_section
 from ..model.pretrained import DiffTransformerPreTrainedModel
 from ..model.transformers_errors import FOREIGN_FAULTS, quietly
@@ -82,7 +83,7 @@ def export_folder(
 
     Raises:
         ConfigError: The target is in use, an option is unknown, an adapter lies beside the weights, or the layout cannot
-            express the model.
+            express the model, as none but this package's can a differential model of another family.
         CheckpointError: The source is missing, damaged, or has another model type.
     """
     target = Path(target)
@@ -98,10 +99,21 @@ def export_folder(
         raise CheckpointError(f"{source}: no such folder; name a run folder or the folder of a saved model")
     folder = latest_checkpoint(Path(source))
     document = read_config(folder)
+    model_type, ours = document.get("model_type"), DiffTransformerConfig.model_type
+    if model_type not in (ours, DifferentialFamilyConfig.model_type):
+        raise CheckpointError(
+            f"{folder}: model_type={model_type!r} is not of this package, and its folder can be shared as it is; export takes "
+            "what difftransformer train, convert and upcycle write"
+        )
+    if model_type != ours and (with_code or to != ours):
+        raise ConfigError(
+            f"{folder}: a model of another family, made differential; it opens with this package alone, so leave out "
+            f"{'--with-code' if with_code else f'--to {to}'}"
+        )
     if document.get("quantization_config") is not None:
         raise CheckpointError(f"{folder}: the model is quantized; export it as it was before quantization")
     refuse_adapter(folder, "exported")
-    model = open_model(folder, model_type="difftransformer", auto_class=_auto_class(document))
+    model = open_model(folder, auto_class=_auto_class(document))
     if average:
         read_average(folder, model)
     if with_code:
@@ -119,6 +131,7 @@ def export_folder(
         training=_training(folder, figures),
         license=license,
         opens_with="code" if with_code else "package" if to == "difftransformer" else "transformers",
+        counts=model._counts(),
     )
     notes: tuple[str, ...] = ()
     with whole_or_not_at_all(target) as out:

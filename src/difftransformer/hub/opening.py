@@ -113,7 +113,6 @@ def open_model(
     *,
     dtype: WeightsDtype = "auto",
     backend: str = "auto",
-    model_type: str | None = None,
     auto_class: Any = AutoModelForCausalLM,
 ) -> Any:
     """Open a causal language model, or a model of another Auto class, with complete weights.
@@ -125,11 +124,10 @@ def open_model(
             transformers opens without remote code; .gguf file; or owner/name on the Hugging Face hub.
         dtype: Floating-point type of the weights. "auto" keeps the type that they were saved in.
         backend: Attention backend of a model of this package or of a DiffLlama.
-        model_type: The only `model_type` to accept, such as "difftransformer". None accepts all.
         auto_class: transformers' Auto class of the model.
 
     Raises:
-        CheckpointError: The model is damaged, incomplete or of another type, or cannot be opened.
+        CheckpointError: The model is damaged or incomplete, or cannot be opened.
         ConfigError: A backend is given for a model that does not use this package's attention.
     """
     with source_folder(model) as folder, quietly():
@@ -138,8 +136,6 @@ def open_model(
         local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         with _named(folder):
             config = AutoConfig.from_pretrained(folder, **local)
-            if model_type not in (None, config.model_type):
-                raise ValueError(f"its model_type is {config.model_type!r}, not {model_type!r}")
             is_ours = isinstance(config, (DiffTransformerConfig, DifferentialFields))
             if is_ours and backend != "auto":
                 config.attn_backend = backend
