@@ -64,6 +64,9 @@ def test_a_summary_has_every_figure_but_details() -> None:
         ("needle accuracy (seen cities)", "0.5000 (5 of 10)"), ("needle accuracy (seen cities, needles 4)", "0.2500"),
         ("validation loss, nats/token", "2.5000"), ("share of hits", "0.7000"),
     ]  # fmt: skip
+    assert [value for _, value in summary_rows(TASK, errors=True)] == [
+        "0.5000 ± 0.1000 (5 of 10)", "0.2500 ± 0.1000", "2.5000 ± 0.1000", "0.7000 ± 0.1000",
+    ]  # fmt: skip
 
 
 @pytest.fixture

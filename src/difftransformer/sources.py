@@ -1,11 +1,14 @@
 """Where a model may come from. Checked here before anything heavy is imported."""
 
+import os
 from pathlib import Path
 
 from .errors import CheckpointError
 
 RECIPE_FILE = "config.yaml"
 """The recipe of a run, in its folder."""
+DIRECTORY_FILE = "directory"
+"""Where a run was begun and relative paths of its recipe begin, as a path from its folder or an absolute one, in its folder."""
 _SHIPPED = Path(__file__).parent / "shipped"
 
 
@@ -34,3 +37,18 @@ def check_model(model: Path | str) -> None:
             f"{model}: no such folder; name a folder, a .gguf file, owner/name on the hub, or a shipped model: "
             f"{', '.join(shipped_models())}"
         )
+
+
+def record_directory(run: Path) -> None:
+    """Record that relative paths of a run's recipe begin here. A run below moves together with them."""
+    here, run = Path.cwd(), run.resolve()
+    text = os.path.relpath(here, run) if run.is_relative_to(here) else str(here)
+    (run / DIRECTORY_FILE).write_text(f"{text}\n", encoding="utf-8")
+
+
+def where_begun(run: Path) -> Path:
+    """Return where relative paths of a run's recipe begin if that is recorded, still there and not here; else an empty path."""
+    if not (record := run / DIRECTORY_FILE).is_file():
+        return Path()
+    place = run.resolve() / record.read_text(encoding="utf-8", errors="replace").strip()
+    return place if place.is_dir() and not place.samefile(Path()) else Path()

@@ -132,7 +132,9 @@ def test_keywords_of_torchs_attention_name_ours(keyword, words):
     layer = DifferentialAttention(32, 2)
     with pytest.raises(ConfigError, match=words):
         layer(torch.randn(3, 6, 32), **keyword)
-    with pytest.raises(ConfigError, match="query is not a keyword of DifferentialAttention: pass the hidden states by position"):
+    with pytest.raises(
+        ConfigError, match="query is not a keyword of DifferentialAttention: pass the hidden states by position"
+    ):
         layer(query=PADDED, key=PADDED, value=PADDED, **keyword)
     with pytest.raises(ConfigError, match="DifferentialAttention got no hidden states; pass them first"):
         layer()

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -240,6 +241,34 @@ def test_a_task_on_the_text_that_a_run_held_out(run, tmp_path, fails):
     assert "only a run's folder tells which text was held out" in line
 
 
+def test_a_run_is_used_from_another_folder_and_moves_with_its_project(toy, toy_text, toy_shards, tmp_path, monkeypatch):
+    project, other = tmp_path / "project", tmp_path / "other"
+    shutil.copytree(toy_text, project / "text")
+    (other / "text").mkdir(parents=True)  # which is not what the run was trained on
+    (other / "text" / "a.txt").write_text("other words\n" * 900)
+    toy_shards.tokenizer.save(project / "tokens")
+    data = {"source": "text", "tokenizer": "tokens", "validation_share": 0.3}
+    (project / "toy.yaml").write_text(yaml.safe_dump(toy | {"data": data}))
+    monkeypatch.chdir(project)
+    assert main(["train", "toy.yaml"]) == 0
+    before = (project / "runs" / "toy" / "metrics.jsonl").read_text()
+    monkeypatch.chdir(other)
+    run = "../project/runs/toy"
+    shutil.rmtree(f"{run}/checkpoints/step-000008")
+    assert main(["train", run, "--dry-run"]) == 0
+    assert main(["train", run]) == 0
+    assert main(["eval", run]) == 0
+    assert main(["eval", "perplexity", run, "--text", "validation", "--windows", "2"]) == 0
+    losses = [[json.loads(line).get("loss_nats") for line in text.splitlines()]
+              for text in (before, Path(run, "metrics.jsonl").read_text())]  # fmt: skip
+    assert losses[0] == losses[1]
+    assert sorted(path.name for path in other.iterdir()) == ["evals", "text"]
+    shutil.rmtree(f"{run}/evals")
+    project.rename(tmp_path / "moved")
+    assert main(["eval", "../moved/runs/toy"]) == 0
+    assert list(Path("../moved/runs/toy/evals").iterdir())
+
+
 def test_eval_of_what_is_no_model(fails, run, toy_file, tmp_path):
     assert "nowhere: no such folder" in fails("eval", tmp_path / "nowhere")
     bare = tmp_path / "bare"
@@ -247,6 +276,11 @@ def test_eval_of_what_is_no_model(fails, run, toy_file, tmp_path):
     assert "pass --recipe FILE" in fails("eval", bare)
     assert main(["eval", str(bare), "--recipe", str(toy_file), "--set", "evaluation.needle=null"]) == 0
     assert "vocabulary of 400" in fails("eval", bare, "--recipe", toy_file, "--set", "data.vocab_size=390")
+    words = [word for key in ("data.needle_words=0", "data.split_seed=3") for word in ("--set", key)]
+    assert re.search(
+        r"vocabulary of 400, but the recipe's tokenizer has '\S+' as token \d+, which is '\S+' there; pass the recipe",
+        fails("eval", bare, "--recipe", toy_file, *words),
+    )
     (bare / "state.json").unlink()
     (bare / "model.safetensors").write_bytes(b"cut")
     assert str(bare) in fails("eval", bare, "--recipe", toy_file)

@@ -146,6 +146,17 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="below the trained context of 512 tokens"):
             recipe.model_config(vocab_size=1)
 
+    def test_another_tokenizer_of_the_same_size(self, recipe, start, toy_shards, tmp_path):
+        (start / "state.json").unlink()
+        path = start / "tokenizer.json"
+        document = json.loads(path.read_text())
+        vocabulary = document["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        path.write_text(json.dumps(document))
+        words = rf"token {vocabulary['b']} is 'a' in data\.tokenizer and 'b' in start_from: .*; set data\.tokenizer to {start}"
+        with pytest.raises(ConfigError, match=words):
+            train_run(tmp_path / "second", recipe, toy_shards)
+
     def test_a_tokenizer_too_large(self, recipe, toy_shards, tmp_path, monkeypatch):
         monkeypatch.setitem(vars(toy_shards.tokenizer), "vocab_size", 10_000)  # where the cached property keeps it
         with pytest.raises(ConfigError, match=r"data\.tokenizer has 10000 tokens and the model of start_from"):

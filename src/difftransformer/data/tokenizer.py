@@ -83,6 +83,14 @@ class Tokenizer:
         """Number of embedding rows: the largest id plus one."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
+    def first_other(self, tokenizer: "Tokenizer") -> tuple[int, str, str] | None:
+        """Return the first id that stands for another token in another tokenizer, and the two tokens; None if there is none."""
+        own, theirs = (
+            {index: token for token, index in one.backend.get_vocab(with_added_tokens=True).items()}
+            for one in (self, tokenizer)
+        )
+        return next(((i, own[i], theirs[i]) for i in sorted(own.keys() & theirs.keys()) if own[i] != theirs[i]), None)
+
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding or recognising special tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids

@@ -1,10 +1,11 @@
 """difftransformer eval MODEL: the tasks of a run's recipe."""
 
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from difftransformer.errors import ConfigError
-from difftransformer.sources import check_model, shipped_models
+from difftransformer.sources import RECIPE_FILE, check_model, shipped_models, where_begun
 
 from ..results import TaskResult, summary_rows
 from .console import resumable, show, show_next, show_table, told_gaps
@@ -36,7 +37,6 @@ def run(
     def evaluate(crew: "Processes") -> int:
         from difftransformer.data import prepare_shards
         from difftransformer.train import latest_checkpoint
-        from difftransformer.train.run_summary import RECIPE_FILE
 
         from ..studies import evaluate_checkpoint, load_recipe
         from ..studies.evaluation import evaluations_folder
@@ -51,11 +51,14 @@ def run(
         if recipe is None and not is_shipped and not source.exists():
             raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
         loaded = load_recipe(source, changes)
-        shards = crew.rank0_first(lambda: prepare_shards(loaded.data))
         usual = Path("evals", checkpoint.name, "recipe") if is_shipped else evaluations_folder(checkpoint)
-        folder = Path(out or usual)
-        with resumable("stopped; every answer is saved"), evaluation_progress():
-            results = evaluate_checkpoint(checkpoint, loaded, shards, folder, device=device, processes=crew)
+        folder, place = Path(out or usual), Path() if recipe or is_shipped else where_begun(run_folder)
+        if place != Path():
+            checkpoint, folder = checkpoint.absolute(), folder.absolute()
+        with chdir(place):
+            shards = crew.rank0_first(lambda: prepare_shards(loaded.data))
+            with resumable("stopped; every answer is saved"), evaluation_progress():
+                results = evaluate_checkpoint(checkpoint, loaded, shards, folder, device=device, processes=crew)
         return _show(model, str(checkpoint), results, folder) if crew.is_first else 0
 
     return run_together(evaluate, device, processes, lambda: check_model(model))
@@ -65,8 +68,9 @@ def _show(model: str, title: str, results: dict[str, TaskResult], folder: Path) 
     from ..table import Table, columns
 
     gaps = [f"{label}: {gap}" for label, result in results.items() for gap in result.gaps]
-    rows = [[name, value] for result in results.values() for name, value in summary_rows(result)]
-    show_table(Table("measures", title, columns("measure", "value"), rows))
+    rows = [[name, value] for result in results.values() for name, value in summary_rows(result, errors=True)]
+    notes = ["± is one standard error over items; it does not cover another training seed."]
+    show_table(Table("measures", title, columns("measure", "value"), rows, notes))
     show(f"Results: {folder}")
     if not gaps:
         show_next("maps", model)

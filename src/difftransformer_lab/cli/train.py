@@ -1,10 +1,11 @@
 """difftransformer train."""
 
-from functools import partial
+import os
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from difftransformer.sources import RECIPE_FILE
+from difftransformer.sources import RECIPE_FILE, where_begun
 
 from ..recipe_files import read_recipe, shipped_recipes
 from .arguments import check_device, check_positive, use_threads
@@ -43,10 +44,12 @@ def run(
         dry_run: Say what would be trained and what is missing, and train nothing.
         profile: Write a trace of this number of steps to RUN/profile, for ui.perfetto.dev.
     """
-    named = Path(recipe)
+    named, place = Path(recipe), Path()
     if recipe not in shipped_recipes() | shipped_recipes("paper"):
         if (folder := _run_of(named)) is not None:
-            recipe, out = str(folder / RECIPE_FILE), out or str(folder)
+            recipe, out, place = str(folder / RECIPE_FILE), out or str(folder), where_begun(folder)
+            if place != Path():
+                recipe, out = os.path.abspath(recipe), os.path.abspath(out)
         elif is_text(named):
             path = write_recipe(named)
             show(f"{path}: a recipe for the text in {named}")
@@ -57,8 +60,14 @@ def run(
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
     if dry_run:
         check_device(device)
-        return _describe(recipe, overrides, out, threads, processes)
-    return run_together(partial(_train, recipe, overrides, out, threads, profile), device, processes)
+        with chdir(place):
+            return _describe(recipe, overrides, out, threads, processes)
+
+    def train(crew: "Processes") -> int:
+        with chdir(place):
+            return _train(recipe, overrides, out, threads, profile, crew)
+
+    return run_together(train, device, processes)
 
 
 def _run_of(path: Path) -> Path | None:

@@ -83,8 +83,8 @@ def run(
             with evaluation_progress(f"comparing with {model}"):
                 drift = measure_drift(source, out, torch.tensor(ids[:tokens]))
             show(
-                f"On {drift.tokens} tokens of {text}, in fp32 and eager attention: logits differ by at most {drift.largest_logit_difference:.1e} "
-                f"(the largest is {drift.largest_logit:.1f}); "
+                f"On {drift.tokens} tokens of {text}, in fp32 and eager attention: logits differ by at most "
+                f"{drift.largest_logit_difference:.1e} (the largest is {drift.largest_logit:.1f}); "
                 f"{drift.greedy_same_tokens} of {drift.greedy_tokens} greedy tokens are the same in the default attention"
             )
     show_next("eval", "perplexity", model, out)

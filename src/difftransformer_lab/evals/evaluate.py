@@ -5,15 +5,17 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import chdir
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from difftransformer.data import DataConfig, prepare_shards
+from difftransformer.data.shards import TokenStream
 from difftransformer.errors import ConfigError
 from difftransformer.progress import titled
+from difftransformer.sources import RECIPE_FILE, where_begun
 from difftransformer.train.parallel import ALONE, Processes
-from difftransformer.train.run_summary import RECIPE_FILE
 from difftransformer.typed import build
 
 from ..environment import command_line, environment, now
@@ -83,7 +85,11 @@ def context_of(model: OpenedModel) -> TaskContext:
         config: DataConfig = build(DataConfig, read_recipe(recipe).get("data"), source=f"{recipe}", error=ConfigError)
         return config
 
-    return dataclasses.replace(context, validation=lambda: prepare_shards(data()).tokens("validation"), data=data)
+    def held_out() -> TokenStream:
+        with chdir(where_begun(recipe.parent)):
+            return prepare_shards(data()).tokens("validation")
+
+    return dataclasses.replace(context, validation=held_out, data=data)
 
 
 def evaluate_task(

@@ -128,8 +128,8 @@ def title_of(row: Measurement, result: TaskResult) -> str:
     return name + (f" ({', '.join(words)})" if words else "")
 
 
-def summary_rows(result: TaskResult) -> list[tuple[str, str]]:
-    """Return name and value of every figure that is no detail, for a terminal or a model card."""
+def summary_rows(result: TaskResult, *, errors: bool = False) -> list[tuple[str, str]]:
+    """Return name and value of every figure that is no detail, for a terminal or a model card; errors are standard errors."""
     rows = []
     for row in result.measurements:
         if row.detail:
@@ -138,5 +138,6 @@ def summary_rows(result: TaskResult) -> list[tuple[str, str]]:
         right = row.value * row.n
         is_count = row.low is not None and math.isclose(right, round(right), abs_tol=1e-6)
         count = f" ({round(right)} of {row.n})" if is_count else ""
-        rows.append((title_of(row, result) + unit, f"{row.value:.4f}{count}"))
+        error = f" ± {row.standard_error:.4f}" if errors and row.standard_error is not None else ""
+        rows.append((title_of(row, result) + unit, f"{row.value:.4f}{error}{count}"))
     return rows

@@ -84,11 +84,15 @@ def evaluate_checkpoint(
         ) as opened,
         processes.locked(folder, wait=wait),
     ):
-        vocabulary, wanted = opened.language_model.tokenizer.vocab_size, shards.tokenizer.vocab_size
-        if vocabulary != wanted:
+        own, wanted = opened.language_model.tokenizer, shards.tokenizer
+        sizes = own.vocab_size, wanted.vocab_size
+        differs = f"has {sizes[1]} tokens" if sizes[0] != sizes[1] else ""
+        if not differs and (other := own.first_other(wanted)):
+            differs = f"has {other[2]!r} as token {other[0]}, which is {other[1]!r} there"
+        if differs:
             raise ConfigError(
-                f"{checkpoint}: vocabulary of {vocabulary}, but the recipe's tokenizer has {wanted} tokens; pass the recipe "
-                "that the model was trained with"
+                f"{checkpoint}: vocabulary of {sizes[0]}, but the recipe's tokenizer {differs}; pass the recipe that the model "
+                "was trained with"
             )
         if recipe.training.ema is not None and (checkpoint / STATE_FILE).exists():
             read_average(checkpoint, opened.language_model.model)

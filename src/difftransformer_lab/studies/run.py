@@ -20,18 +20,19 @@ from difftransformer.errors import (
     EXIT_INTERRUPTED,
     CheckpointError,
     ConfigError,
+    DataError,
     DiffTransformerError,
     Diverged,
 )
 from difftransformer.files import locked, write_text_atomically
 from difftransformer.hub import open_deferred
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.sources import DIRECTORY_FILE, RECIPE_FILE, record_directory
 from difftransformer.train import Interrupted, checkpoints, train
 from difftransformer.train.checkpoint import folder_of_step, latest_checkpoint, step_of, verify_checkpoint
 from difftransformer.train.metrics import METRICS_FILE, read_metrics
 from difftransformer.train.optim import stable_steps
 from difftransformer.train.parallel import DeferredModel, Mesh, Processes
-from difftransformer.train.run_summary import RECIPE_FILE
 from difftransformer.train.speed import keep_freed_memory
 from difftransformer.typed import ADJUSTABLE, ASIDE, plain
 
@@ -51,7 +52,7 @@ BEGAN_FILE = "began"
 def start_run(folder: Path, recipe: Recipe) -> None:
     """Put a recipe into a run folder; a run in a folder with checkpoints continues if its recipe trains the same.
 
-    Fields that are `ASIDE` or `ADJUSTABLE` may change.
+    Where a new run is begun is recorded: relative paths begin there. Fields that are `ASIDE` or `ADJUSTABLE` may change.
 
     Raises:
         CheckpointError: The folder holds a run of another recipe; the message names the first difference. Or the checkpoint to
@@ -59,6 +60,9 @@ def start_run(folder: Path, recipe: Recipe) -> None:
         ConfigError: It is not before the last step.
     """
     path, there = folder / RECIPE_FILE, continued_recipe(folder, recipe)
+    if there is None or not (folder / DIRECTORY_FILE).exists():  # which earlier releases did not write
+        folder.mkdir(parents=True, exist_ok=True)
+        record_directory(folder)
     if there is None:
         save_recipe(recipe, path)
         if recipe.branch_from is not None:
@@ -184,7 +188,15 @@ def _start(recipe: Recipe, tokenizer: Tokenizer, stack: ExitStack, *, verify: bo
             )
         return _of_another_length(own, recipe) if recipe.model else own
 
-    return stack.enter_context(open_deferred(recipe.start_from, adapt, verify=verify))
+    start = stack.enter_context(open_deferred(recipe.start_from, adapt, verify=verify))
+    with suppress(DataError, CheckpointError):  # a folder without a tokenizer, or none of this machine
+        folder = latest_checkpoint(Path(recipe.start_from))
+        if other := tokenizer.first_other(Tokenizer.load(folder)):
+            raise ConfigError(
+                f"token {other[0]} is {other[1]!r} in data.tokenizer and {other[2]!r} in start_from: the model would read "
+                f"other words; set data.tokenizer to {folder}"
+            )
+    return start
 
 
 def _of_another_length(own: DiffTransformerConfig, recipe: Recipe) -> DiffTransformerConfig:
