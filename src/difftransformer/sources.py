@@ -1,6 +1,5 @@
 """Where a model may come from. Checked here before anything heavy is imported."""
 
-import os
 from pathlib import Path
 
 from .errors import CheckpointError
@@ -37,13 +36,6 @@ def check_model(model: Path | str) -> None:
             f"{model}: no such folder; name a folder, a .gguf file, owner/name on the hub, or a shipped model: "
             f"{', '.join(shipped_models())}"
         )
-
-
-def record_directory(run: Path) -> None:
-    """Record that relative paths of a run's recipe begin here. A run below moves together with them."""
-    here, run = Path.cwd(), run.resolve()
-    text = os.path.relpath(here, run) if run.is_relative_to(here) else str(here)
-    (run / DIRECTORY_FILE).write_text(f"{text}\n", encoding="utf-8")
 
 
 def where_begun(run: Path) -> Path:

@@ -4,6 +4,7 @@ The folder holds the resolved recipe. Complete parts are not done again, so a st
 """
 
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,7 @@ from difftransformer.errors import (
 from difftransformer.files import locked, write_text_atomically
 from difftransformer.hub import open_deferred
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.sources import DIRECTORY_FILE, RECIPE_FILE, record_directory
+from difftransformer.sources import DIRECTORY_FILE, RECIPE_FILE
 from difftransformer.train import Interrupted, checkpoints, train
 from difftransformer.train.checkpoint import folder_of_step, latest_checkpoint, step_of, verify_checkpoint
 from difftransformer.train.metrics import METRICS_FILE, read_metrics
@@ -60,16 +61,14 @@ def start_run(folder: Path, recipe: Recipe) -> None:
         ConfigError: It is not before the last step.
     """
     path, there = folder / RECIPE_FILE, continued_recipe(folder, recipe)
-    if there is None or not (folder / DIRECTORY_FILE).exists():  # which earlier releases did not write
-        folder.mkdir(parents=True, exist_ok=True)
-        record_directory(folder)
-    if there is None:
-        save_recipe(recipe, path)
-        if recipe.branch_from is not None:
-            _copy_checkpoint(Path(recipe.branch_from), folder, recipe.training.steps)
-        return
     if there != recipe:
         save_recipe(recipe, path)
+    if there is None or not (folder / DIRECTORY_FILE).exists():  # which earlier releases did not write
+        here, run = Path.cwd(), folder.resolve()
+        place = os.path.relpath(here, run) if run.is_relative_to(here) else here  # a run below moves with its project
+        write_text_atomically(folder / DIRECTORY_FILE, f"{place}\n")
+    if there is None and recipe.branch_from is not None:
+        _copy_checkpoint(Path(recipe.branch_from), folder, recipe.training.steps)
 
 
 def continued_recipe(folder: Path, recipe: Recipe) -> Recipe | None:
