@@ -31,7 +31,11 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         for alias in statement.names
     }
 
+    modules = {module.lstrip(".").partition(".")[0] for module in home.values()}
+
     def __getattr__(name: str) -> Any:
+        if name not in home and name in modules:
+            return importlib.import_module(f".{name}", package)
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(home[name], package), name)

@@ -13,6 +13,7 @@ from tests.support.tiny_models import tiny
 ORDERS = {
     "ours first": """
 import sys, difftransformer, difftransformer.serving
+assert difftransformer.ops.differential_attention is difftransformer.differential_attention
 from difftransformer.attention import DifferentialAttention
 assert not {"transformers", "vllm"} & set(sys.modules)
 from transformers import AutoModelForCausalLM
