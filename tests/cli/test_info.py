@@ -4,8 +4,10 @@ import math
 import re
 
 import pytest
+import transformers
 import yaml
 
+from difftransformer.attention import variants
 from difftransformer.families import family_config
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer_lab.cli.main import main
@@ -61,8 +63,24 @@ def test_a_recipe(start, toy, tmp_path):
 
 
 def test_sizes_of_a_recipe(toy_file, capsys):
+    """In a pipe, one table with a column for every type."""
     assert main(["info", str(toy_file)]) == 0
-    assert "(recipe)" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "(recipe)" in text
+    (parameters,) = re.findall("^ +parameters .*$", text, re.MULTILINE)
+    assert len(parameters.split()) == 1 + len(variants())
+
+
+@pytest.mark.parametrize(("kind", "place"), [("Llama", 1), ("DiffLlama", 2)])
+def test_sizes_of_the_layouts_that_export_writes(kind, place, tmp_path, capsys):
+    """In the column of softmax or diff stands what transformers' own model has."""
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2)
+    config.save_pretrained(tmp_path)
+    assert main(["info", str(tmp_path)]) == 0
+    (cells,) = re.findall("^ +parameters +(.*)$", capsys.readouterr().out, re.MULTILINE)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).num_parameters()
+    assert cells.split()[place - 1] == f"{theirs:,}"
 
 
 def test_training_of_a_recipe(capsys, fails):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..table import Table
 
 CELL_PADDING = 2
-WIDTH_WITHOUT_TERMINAL = 80  # for logs, which have no width of their own
+WIDTH_WITHOUT_TERMINAL = 10_000  # a file or a pipe has no width: no table is broken there
 
 
 class _PlainConsole(Console):

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 
 from difftransformer.errors import ConfigError
+from difftransformer.sources import find_model
 
 from ..recipe_files import shipped_recipes
 from .arguments import check_positive
@@ -32,7 +33,7 @@ def run(model: str, start: bool = False, processes: int | None = None, set: list
 
     Args:
         model: A preset (tiny, small, 830m, 1.4b, 2.8b, 3b, 6.8b, 13.1b), a recipe's YAML file or a shipped recipe's name, the
-            folder of a saved model, or "backends" to list the attention backends.
+            folder of a run or a saved model, or "backends" to list the attention backends.
         start: Measure how large attention and MLP are at step 0, relative to the residual stream.
         processes: Number of GPUs among which a recipe's training is divided, one by default.
     """
@@ -105,19 +106,28 @@ def _odd_width(config: "DiffTransformerConfig") -> str:
 
 
 def _saved_config(folder: str) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, DiffLlamaConfig
 
     from difftransformer.families.checkpoint_io import naming_config
-    from difftransformer.model import PRESETS
+    from difftransformer.families.diffllama import from_diffllama
+    from difftransformer.families.llama import from_llama, has_llamas_layout
+    from difftransformer.model import PRESETS, DiffTransformerConfig
+    from difftransformer.train import checkpoints
 
-    path = Path(folder, "config.json")
+    named = find_model(folder)
+    path = (checkpoints(named) or [named])[-1] / "config.json"
     if not path.is_file():
         raise ConfigError(
             f"{folder!r} is neither a preset ({', '.join(PRESETS)}), nor a recipe ({', '.join(shipped_recipes())}, or a YAML "
-            "file), nor a folder with config.json"
+            "file), nor a run or a folder with config.json"
         )
     with naming_config(path, "difftransformer"):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        if isinstance(config, DiffLlamaConfig):
+            return DiffTransformerConfig.from_dict(from_diffllama(config).config)
+        if has_llamas_layout(config):
+            return DiffTransformerConfig.from_dict(from_llama(config, to="softmax").config)
+        return config
 
 
 def _show_start(name: str, config: "DiffTransformerConfig", is_saved: bool) -> None:
