@@ -22,6 +22,12 @@ def find_model(model: Path | str) -> Path:
     return path if path.exists() else shipped_models().get(str(model), path)
 
 
+def name_of(model: Path | str) -> str:
+    """Return the name of a model for folders of results, which for a checkpoint begins with its run's."""
+    path = Path(model).resolve()
+    return f"{path.parents[1].name}-{path.name}" if path.parent.name == "checkpoints" else path.name
+
+
 def check_model(model: Path | str) -> None:
     """Check that a model may be where its name says: a folder, a GGUF file, owner/name on the hub, or a shipped one.
 

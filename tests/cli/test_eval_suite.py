@@ -211,6 +211,28 @@ def test_one_task_on_two_models_is_a_suite_of_one(models, preset, tmp_path):
     assert figure(tmp_path / "out", "0-diff", "perplexity") != figure(tmp_path / "out", "1-softmax", "perplexity")
 
 
+def test_results_of_other_models_stay_and_a_replaced_page_is_named(models, preset, tmp_path, monkeypatch, capsys):
+    """Two runs with checkpoints of one step; then pages of two pairs of models, by default and in one folder."""
+    monkeypatch.chdir(tmp_path)
+    steps = [f"{run}/checkpoints/step-000010" for run in ("a", "b")]
+    for model, step in zip(models, steps, strict=True):
+        shutil.copytree(model, step)
+    words = ["--text", str(preset.parent / "text.txt"), "--window", "64", "--windows", "2"]
+    for place in ([], ["--out", "one"]):
+        for step in steps:
+            assert main(["eval", "perplexity", step, *words, *place]) == 0
+    results = [read_result(path, TaskResult) for path in sorted(tmp_path.glob("evals/*/*.json"))]
+    assert [result.model.name for result in results] == steps
+    assert {read_result(path, TaskResult).model.name for path in tmp_path.glob("one/*.json")} == {*steps}
+    for place in ([], ["--out", "one"]):
+        for pair in (steps, models):
+            assert main(["eval", "perplexity", *pair, *words, *place]) == 0
+    said = capsys.readouterr().out
+    assert len([*tmp_path.glob("reports/*/index.html")]) == 2
+    assert f"one/index.html: replaces the page 'Suite perplexity: {', '.join(steps)}'" in said
+    assert said.count("replaces") == 1
+
+
 def test_one_task_writes_results_answers_and_a_picture(models, preset, tmp_path, capsys, fails):
     text = str(preset.parent / "text.txt")
     words = ["eval", "needle", models[0], "--text", text, "--lengths", "[128]", "--documents", "2", "--digits", "3"]
@@ -223,9 +245,12 @@ def test_one_task_writes_results_answers_and_a_picture(models, preset, tmp_path,
     ElementTree.parse(tmp_path / "one" / "needle.svg")
     assert (tmp_path / "one" / "needle.png").read_bytes()[:4] == b"\x89PNG"
     # The answers of another model are not taken for this one's.
-    assert "choose another --out, or delete the file" in fails(*words, "--out", tmp_path / "one", "--dtype", "bf16")
+    assert main([*words, "--out", str(tmp_path / "one"), "--dtype", "bf16"]) == 0
+    (other,) = (tmp_path / "one").glob("needle-*.json")
+    assert read_result(other, TaskResult).model.dtype == "bfloat16"
+    assert read_result(tmp_path / "one" / "needle.json", TaskResult) == result
     words = ["eval", "needle", models[0], "--text", text, "--lengths", "[1024]", "--out", tmp_path / "two"]
-    assert "the model's context has 256" in fails(*words)
+    assert "the model's context has 256; shorten --lengths" in fails(*words)
     assert json.loads((tmp_path / "one" / "needle.json").read_text())["kind"] == "task"
 
 

@@ -207,7 +207,9 @@ def test_room(saved, generate, fails, capsys):
     main(["generate", str(folder), "x" * 60, "--max-new-tokens", "20"])
     assert "the model has positions for 4 new tokens" in capsys.readouterr().err
     for count in (64, 200):
-        assert f"the prompt has {count} tokens, and the model 64 positions" in fails(folder, "x" * count)
+        said = fails(folder, "x" * count)
+        assert f"the prompt has {count} tokens, and the model 64 positions" in said
+        assert "shorten PROMPT or the text of --prompt-file" in said
 
 
 @pytest.mark.parametrize(("words", "message"), [

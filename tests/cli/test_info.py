@@ -74,7 +74,13 @@ def test_sizes_of_a_recipe(toy_file, capsys):
 @pytest.mark.parametrize(("kind", "place"), [("Llama", 1), ("DiffLlama", 2)])
 def test_sizes_of_the_layouts_that_export_writes(kind, place, tmp_path, capsys):
     """In the column of softmax or diff stands what transformers' own model has."""
-    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+    }
     config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2)
     config.save_pretrained(tmp_path)
     assert main(["info", str(tmp_path)]) == 0

@@ -91,7 +91,9 @@ def test_a_window_leaves_zeros():
 
 
 def test_what_cannot_be_drawn(tmp_path):
-    with pytest.raises(DataError, match="the prompt has 130 tokens, and maps of at most 128"):
+    with pytest.raises(
+        DataError, match="the prompt has 130 tokens, and maps of at most 128 can be read; give a shorter --prompt or"
+    ):
         scores_of("softmax", prompt="x" * 129)
     with pytest.raises(DataError, match=r"none\.txt: cannot be read"):
         scores_of("softmax", prompt_file=str(tmp_path / "none.txt"))

@@ -224,6 +224,9 @@ def test_command(tmp_path, monkeypatch, capsys, fails):
     assert "evals/ours/maps.html: open it in a browser" in capsys.readouterr().out
     text = path.read_text()
     assert text.count('class="packed"') == 2
+    for prompt, is_said in (("a text", True), ("a text", False)):  # alone, where the first page had two models
+        assert main(["maps", "ours", prompt, "--tokens", "5"]) == 0
+        assert ("maps.html: replaces the maps that were there; another --out" in capsys.readouterr().out) == is_said
     assert main(["maps", "ours", "--out", "one"]) == 0
     assert (tmp_path / "one.html").is_file()
     for words, message in (

@@ -492,5 +492,5 @@ def _distinct_numbers(rng: np.random.Generator, digits: int, count: int) -> list
 def _too_long(needles: int, needed: int, available: int) -> str:
     return (
         f"a needle document is longer than the context: {needles} needles and 1 question take {needed} tokens without any "
-        f"corpus text, the context has {available}; use fewer needles or questions, fewer digits, or a longer context"
+        f"corpus text, the context has {available}; lower needles or digits (--needles, --digits), or take a longer context"
     )

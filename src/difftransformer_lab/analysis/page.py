@@ -18,7 +18,7 @@ from difftransformer.errors import DiffTransformerError
 from difftransformer.files import write_text_atomically
 
 from ..plots import Drawing, Pooled, colours_of_pages, inline_svg, labels, models_drawn_as, short_names
-from ..printable import printable
+from ..printable import printable, write_page_text
 from ..results import TaskResult
 from ..table import NOT_MEASURED, Group, Table, date_words, fixed, names, significant
 from . import figures, tables
@@ -103,7 +103,7 @@ def write_page(page: Page, folder: Path) -> Path:
     for table, _ in (one for section in page.sections for one in section.every_table):
         for suffix, made in zip(TABLE_SUFFIXES, (table.csv(), table.markdown()), strict=True):
             write_text_atomically(folder / "tables" / f"{table.name}.{suffix}", made)
-    write_text_atomically(folder / "index.html", text)
+    write_page_text(folder / "index.html", text)
     return folder / "index.html"
 
 
@@ -216,7 +216,8 @@ def suite_page(
         ]
         groups = names("model", "architecture", "attention", "parameters", "dtype", "sha256")
         sections.append(Section(slug="models", title="Models", tables=[Table("models", "Models", groups, rows)]))
-    return Page(title=f"Suite {name}", about=about, sections=sections)
+    title = f"Suite {name}: {', '.join(models)}" if models else f"Suite {name}"
+    return Page(title=title, about=about, sections=sections)
 
 
 def _suite_table(by_task: Mapping[str, Sequence[TaskResult]], models: Sequence[str]) -> Table:

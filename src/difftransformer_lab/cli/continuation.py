@@ -49,6 +49,7 @@ def room_after(network: Any, ids: Tensor, folder: Path) -> int | None:
         return None
     if length >= positions:
         raise ConfigError(
-            f"the prompt has {length} tokens, and the model {positions} positions, one of them for the next token; shorten it"
+            f"the prompt has {length} tokens, and the model {positions} positions, one of them for the next token; shorten "
+            "PROMPT or the text of --prompt-file"
         )
     return int(positions - length)

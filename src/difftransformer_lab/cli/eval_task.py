@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftransformer.errors import ConfigError
-from difftransformer.sources import check_model
+from difftransformer.sources import check_model, name_of
 from difftransformer.typed import WeightsDtype
 
 from ..evals.tasks import registered_tasks
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..results import TaskResult
 
+LONGEST_NAME = 100  # characters of a folder's name
 ARGUMENTS = {
     "models": {
         "nargs": "+",
@@ -56,7 +57,7 @@ def run(
 
     Args:
         out: Folder for results, where an interrupted evaluation continues. By default evals/MODEL for one task on one model,
-            else reports/NAME, with a page.
+            else reports/NAME-MODEL-MODEL, with a page.
         device: cpu or cuda.
         dtype: Dtype of the weights; auto keeps the one in which they were saved.
         context_tokens: Maximum number of tokens of a row; the model's positions by default.
@@ -98,12 +99,12 @@ def run(
             suite = Suite(name=name, tasks=[TaskSpec(task=name, options=dataclasses.asdict(options))])
         with resumable("stopped; every answer is saved"):
             if options is not None and len(models) == 1:
-                folder = Path(out) if out else Path("evals", Path(models[0]).resolve().name)
+                folder = Path(out) if out else Path("evals", name_of(models[0]))
                 with opening(models[0]) as opened, crew.locked(folder), evaluation_progress():
                     spec, task = kept_apart(suite.tasks[0], opened, folder, crew)
                     result = evaluate_task(spec, opened, folder, task=task, title=name, processes=crew)
                 return _show_one(result, folder / spec.name, verb, models[0]) if crew.is_first else 0
-            folder = Path(out or f"reports/{suite.name}")
+            folder = Path(out or Path("reports", "-".join([suite.name, *map(name_of, models)])[:LONGEST_NAME]))
             with crew.locked(folder), evaluation_progress():
                 results, missing = run_suite(suite, models, folder, opening=opening, processes=crew)
         return _show_all(suite.name, results, missing, models, folder, verb) if crew.is_first else 0

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from difftransformer.sources import check_model
+from difftransformer.sources import check_model, name_of
 from difftransformer.typed import WeightsDtype
 
 from .arguments import check_device, check_positive, check_text
@@ -52,9 +52,11 @@ def run(
             pairs.append((open_model(folder, dtype=dtype).to(device), open_tokenizer(folder)))
         second = pairs[1] if beside is not None else None
         page = maps(*pairs[0], prompt=prompt, beside=second, tokens=tokens, names=tuple(names))
-    path = Path(out or Path("evals", Path(model).resolve().name, "maps.html"))
+    path = Path(out or Path("evals", name_of(model), "maps.html"))
     if path.suffix != ".html":
         path = path.with_name(f"{path.name}.html")
+    if path.is_file() and path.read_text(encoding="utf-8") != page.html:
+        log(f"{path}: replaces the maps that were there; another --out keeps both")
     path = page.save(path)
     log(f"{len(page.html) / 1e6:.2f} MB")
     show(f"{path}: open it in a browser")

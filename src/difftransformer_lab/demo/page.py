@@ -7,8 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from difftransformer.files import write_text_atomically
-
+from ..printable import write_page_text
 from .live import Run
 from .recall import ARMS, LAZY, TASK, VALUES, Row
 from .result import Summary
@@ -40,7 +39,7 @@ def write_page(runs: Sequence[Run], stored: dict[str, Summary], steps: int, fold
         maps=maps,
     )
     path = folder / "index.html"
-    write_text_atomically(path, html)
+    write_page_text(path, html)
     return path
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from difftransformer.data import DataConfig, prepare_shards
 from difftransformer.data.shards import TokenStream
-from difftransformer.errors import ConfigError
+from difftransformer.errors import ConfigError, EvaluationError
 from difftransformer.progress import titled
 from difftransformer.sources import RECIPE_FILE, where_begun
 from difftransformer.train.parallel import ALONE, Processes
@@ -24,10 +24,13 @@ from ..results import DataIdentity, TaskResult, kept_result, write_result
 from .engine import Task, answers_of, run_task, task_sha256
 from .opening import OpenedModel
 from .prompts.texts import TaskContext
-from .requests import plain_sha256, requests_sha256
+from .requests import TooLong, plain_sha256, requests_sha256
 from .tasks import task_kind
 
 logger = logging.getLogger(__name__)
+
+LENGTHENING = ("lengths", "length", "window", "questions", "shots", "prompt_file", "task_options", "max_new_tokens")
+"""Options of tasks that make prompts or answers long, where a task has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +124,19 @@ def evaluate_task(
     if task is None:
         logger.info("%s: reading data", spec.name)
         task = _drawn(spec, model, processes)
-    with titled(title or spec.name):
-        scores = run_task(
-            model.language_model,
-            task,
-            journal=folder / f"{spec.name}.answers.jsonl",
-            identity=model.identity.fingerprint,
-            replace_others=replace_others,
-            processes=processes,
-        )
+    try:
+        with titled(title or spec.name):
+            scores = run_task(
+                model.language_model,
+                task,
+                journal=folder / f"{spec.name}.answers.jsonl",
+                identity=model.identity.fingerprint,
+                replace_others=replace_others,
+                processes=processes,
+            )
+    except TooLong as error:
+        named = (f"--{name.replace('_', '-')}" for name in LENGTHENING if hasattr(options, name))
+        raise EvaluationError(f"{error}; shorten {' or '.join(named) or 'the prompts'}") from None
     result = TaskResult(
         task=spec.task,
         model=model.identity,
@@ -148,22 +155,23 @@ def evaluate_task(
 
 
 def kept_apart(spec: TaskSpec, model: OpenedModel, folder: Path, processes: Processes = ALONE) -> tuple[TaskSpec, Task]:
-    """Draw a task, and label it if the folder has the model's result or answers with other options under its name.
+    """Draw a task, and label it if the folder has a result or answers of another model or with other options under its name.
 
-    The label depends on the options and the questions, so the same command finds its own result again.
+    The label depends on the model, the options and the questions, so the same command finds its own result again.
     """
     task = _drawn(spec, model, processes)
 
     def label() -> str:
-        asked, options = requests_sha256(task.requests), dataclasses.asdict(spec.built())
+        own, options = (model.identity.fingerprint, requests_sha256(task.requests)), dataclasses.asdict(spec.built())
         path = folder / f"{spec.name}.json"
         kept, answers = kept_result(path, TaskResult), answers_of(folder / f"{spec.name}.answers.jsonl")
-        is_other = answers is not None and answers[0] == model.identity.fingerprint and answers[1] != asked
+        is_other = (answers or own) != own or (kept is not None and kept.model.fingerprint != own[0])
         if not is_other and (kept is None or stored_result(path, spec, task) or kept.options == options):
             return spec.label
-        own = f"{spec.name}-{plain_sha256([options, asked]).partition(':')[2][:8]}"
-        logger.info("%s: %s has a result with other options; this one is %s.json", folder, spec.name, own)
-        return own
+        name = f"{spec.name}-{plain_sha256([options, *own]).partition(':')[2][:8]}"
+        text = "%s: %s has a result of another model or with other options; this one is %s.json"
+        logger.info(text, folder, spec.name, name)
+        return name
 
     return dataclasses.replace(spec, label=processes.broadcast(label)), task
 

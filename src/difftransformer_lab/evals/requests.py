@@ -14,9 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from difftransformer.data import Tokenizer
+from difftransformer.errors import EvaluationError
 
 FINGERPRINT_VERSION = "v1"
 """Raised with the form of what is hashed; fingerprints of two versions are never equal."""
+
+
+class TooLong(EvaluationError):
+    """A request takes more tokens than the model's context has."""
 
 
 class Asked:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from difftransformer.errors import ConfigError, DiffTransformerError, EvaluationError
+from difftransformer.sources import name_of
 from difftransformer.train.parallel import ALONE, Processes
 from difftransformer.typed import build
 
@@ -76,7 +77,7 @@ def run_suite(
 
     for place, model in enumerate(models):
         logger.info("%s: opening", model)
-        own = folder / "models" / f"{place}-{Path(model).name}"
+        own = folder / "models" / f"{place}-{name_of(model)}"
         try:
             with opening(model) as opened:
                 asked = opened.language_model

@@ -17,7 +17,7 @@ from difftransformer.errors import EvaluationError
 from ..probes import LastRow, Magnitudes, Maps, Probe
 from ..probes.magnitudes import magnitudes
 from ..probes.maps import head_maps, last_row_weights, row_sums
-from ..requests import Answers, Choice, Continuation, Loss, Predictions, Request, ScoredContinuation
+from ..requests import Answers, Choice, Continuation, Loss, Predictions, Request, ScoredContinuation, TooLong
 from .lengths import LengthDependence
 from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, common_prefixes, goes_on, growing_cache
 from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
@@ -163,9 +163,8 @@ class CausalLanguageModel:
         for index, request in enumerate(requests):
             tokens = getattr(request, "row_tokens", 0)  # a task of lm-eval has its own rows
             if tokens > self.context_tokens:
-                raise EvaluationError(
-                    f"a prompt with its answer takes {tokens} tokens, and the model's context has {self.context_tokens}; ask "
-                    "for less"
+                raise TooLong(
+                    f"a prompt with its answer takes {tokens} tokens, and the model's context has {self.context_tokens}"
                 )
             groups[type(request)].append(index)
         return groups

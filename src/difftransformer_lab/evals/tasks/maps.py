@@ -80,7 +80,8 @@ class MapsTask(ProbeTask):
         ids = (tokenizer.begin_of_text, *tokenizer.encode(text))
         if len(ids) > MOST_TOKENS:
             raise DataError(
-                f"the prompt has {len(ids)} tokens, and maps of at most {MOST_TOKENS} can be read; give a shorter one"
+                f"the prompt has {len(ids)} tokens, and maps of at most {MOST_TOKENS} can be read; give a shorter "
+                "--prompt or --prompt-file"
             )
         self.labels = [tokenizer.decode([token]) for token in ids]
         self.requests = [Maps(ids, tuple(options.layers), tuple(options.heads))]
