@@ -75,8 +75,8 @@ def test_a_preset_takes_a_part(document, design):
     (("figures",), [LOSS, LOSS | {"name": "other"}], "figures: 'loss' and 'loss' have the same name in files"),
     (("figures",), [LOSS | {"label": "at 8"}, LOSS | {"label": "At-8"}], "'at 8' and 'At-8' have the same name in files"),
     (("presets", "laptop", "figures"), [LOSS, LOSS], "presets.laptop.figures: 'loss' and 'loss' have the same"),
-    (("figures",), [LOSS | {"task": "perplexty"}], "figures: 'loss': task: unknown key; did you mean perplexity? allowed: "),
-    (("figures",), [{"label": "loss", "curve": "validation_los_nats"}], "'loss': curve: unknown key; did you mean validation_"),
+    (("figures",), [LOSS | {"task": "perplexty"}], "'loss': task perplexty: unknown key; did you mean perplexity? allowed: "),
+    (("figures",), [{"label": "loss", "curve": "validation_los_nats"}], "curve validation_los_nats: unknown key; did you"),
     (("figures",), [LOSS | {"paper": {"dif": 1.0}}], "figures: 'loss': paper: unknown key; did you mean diff?"),
     (("figures",), [LOSS | {"reaches": 1.0}], "'loss' has reaches or area, which are of a curve"),
     (("analysis",), "scaling", "analysis: scaling fits laws over the axes size and tokens"),
@@ -556,6 +556,9 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys, f
         gone.setattr("difftransformer_lab.studies.study.prepare_shards", Mock(side_effect=DataError("no text")))
         assert main(["study", "study.yaml", "--set", "training.steps=2", "--dry-run"]) == 0
     assert "2 runs; none could be looked up: no text" in capsys.readouterr().out
+    assert main(["study", "study.yaml", "--only", "twin", "--set", "training.steps=1"]) == 0
+    before = "difftransformer study study.yaml --preset laptop --set training.steps=2"
+    assert f"small/laptop.json: replaces the index of {before}, whose runs stay" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "reports")
     assert "--preset huge: small has laptop" in fails("study", "study.yaml", "--preset", "huge")
     assert "no such file" in fails("study", "nowhere")

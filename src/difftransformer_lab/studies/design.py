@@ -466,9 +466,11 @@ class Design:
         tasks = dict.fromkeys([*(spec.name for run in runs for spec in run.recipe.evaluation), TRAINING])
         for figure in self.figures:
             if figure.task:
-                _check_names(f"{self.config.name}: figures: {figure.label!r}: task", [figure.task], tasks)
+                _check_names(f"{self.config.name}: figures: {figure.label!r}: task {figure.task}", [figure.task], tasks)
             elif not figure.curve.startswith("lambda ") and not any(run.recipe.logs.evaluate_every for run in runs):
-                _check_names(f"{self.config.name}: figures: {figure.label!r}: curve", [figure.curve], CURVES)
+                _check_names(
+                    f"{self.config.name}: figures: {figure.label!r}: curve {figure.curve}", [figure.curve], CURVES
+                )
 
     def lacking(self, run: PlannedRun, record: RunRecord) -> list[StudyFigure]:
         """Return the figures that the recipe asks for and the record lacks."""

@@ -31,6 +31,7 @@ from ..results import (
     figure_of,
     figures_there,
     headline_figures,
+    kept_result,
     read_result,
     write_result,
 )
@@ -290,6 +291,9 @@ class Study:
         """
         design = self.design
         wanted = design.arms if only is None else only
+        before = None if self._alone else kept_result(self.index_file, StudyIndex)
+        if before and _changes(before.command) != _changes(design.command):
+            logger.warning("%s: replaces the index of %s, whose runs stay", self.index_file, before.command)
 
         def train(runs: Iterable[PlannedRun]) -> bool:
             return self._train([run for run in runs if run.arm in wanted], folder, at_once, device)
@@ -385,6 +389,10 @@ class Study:
         logger.info("training %d runs, %d at a time; threads for each: %d", left, at_once, threads)
         run_jobs(jobs, at_once=at_once, on_done=keep)
         return True
+
+
+def _changes(command: str) -> str:
+    return command.partition(" --set ")[2]
 
 
 def _on_same_data(run: PlannedRun) -> tuple[object, ...]:
