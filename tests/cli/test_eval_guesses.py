@@ -42,7 +42,7 @@ def test_one_asks_questions_of_ones_own(tmp_path, monkeypatch, capsys):
     result = read_result(tmp_path / "evals" / "one" / "ask.json", TaskResult)
     assert (result.measurements[0].n, result.options["questions"]) == (3, "mine.jsonl")
     assert main(["eval", "ask", "one", "two", "mine.jsonl"]) == 0
-    assert (tmp_path / "reports" / "ask" / "index.html").is_file()
+    assert (tmp_path / "reports" / "ask-one-two" / "index.html").is_file()
 
 
 @pytest.mark.slow
