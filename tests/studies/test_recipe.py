@@ -1,5 +1,6 @@
 """Recipes: every one that is shipped loads, a saved one comes back equal, and mistakes are named on one line."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from difftransformer.errors import ConfigError
 from difftransformer.model import PRESETS
 from difftransformer.train import TrainingConfig
 from difftransformer_lab.studies import load_recipe, recipe_dict, recipe_from, save_recipe
+from difftransformer_lab.studies.recipe import identity
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
@@ -43,6 +45,23 @@ def test_other_models_and_seeds_change_nothing_else(toy_recipe):
     assert other.training.seed == 7
     assert other.with_seed(0).training == toy_recipe.training
     assert (other.data, other.evaluation, other.compare) == (toy_recipe.data, toy_recipe.evaluation, toy_recipe.compare)
+
+
+def test_what_makes_a_run_another(toy):
+    def of(**changes):
+        changed = json.loads(json.dumps(toy))
+        for key, value in changes.items():
+            part, _, name = key.partition("__")
+            changed[part] = changed.get(part, {}) | {name: value} if name else value
+        return identity(recipe_from(changed, source="toy"))
+
+    same = of()
+    assert of(name="other") == of(data__folder="elsewhere") == of(evaluation_batch_tokens=7) == same
+    assert of(training__checkpoint_every=1) == of(compare={"seeds": 5}) == same
+    assert of(training__compile=False) == same  # what is left out has its default
+    others = [of(training__seed=1), of(training__steps=9), of(model__head_norm="none"), of(data__split_seed=1)]
+    others.append(of(evaluation=toy["evaluation"][:1]))
+    assert len({same, *others}) == 6
 
 
 def test_overrides(toy_file):

@@ -113,23 +113,6 @@ def test_an_unknown_preset_names_those_there_are(design):
         design("gpu")
 
 
-def test_what_makes_a_run_another(toy):
-    def of(**changes):
-        changed = json.loads(json.dumps(toy))
-        for key, value in changes.items():
-            part, _, name = key.partition("__")
-            changed[part] = changed.get(part, {}) | {name: value} if name else value
-        return identity(recipe_from(changed, source="toy"))
-
-    same = of()
-    assert of(name="other") == of(data__folder="elsewhere") == of(evaluation_batch_tokens=7) == same
-    assert of(training__checkpoint_every=1) == of(compare={"seeds": 5}) == same
-    assert of(training__compile=False) == same  # what is left out has its default
-    others = [of(training__seed=1), of(training__steps=9), of(model__head_norm="none"), of(data__split_seed=1)]
-    others.append(of(evaluation=toy["evaluation"][:1]))
-    assert len({same, *others}) == 6
-
-
 def test_tasks_are_drawn_for_each_run_s_own_lengths(document, design, tmp_path):
     """The prompts of many-shot classification grow to the model's positions, where windows of text do not."""
     lines = [{"text": f"word {index}", "label": f"kind {index % 2}"} for index in range(100)]
