@@ -55,9 +55,14 @@ class Inserted:
         if not INSERTION.search(page):
             return page
         kept: list[str] = []
+        notes: set[str] = set()
         for paragraph in self._environment.from_string(page).render().split("\n\n"):
-            if paragraph not in kept or len(paragraph) < SHORTEST_NOTE:
-                kept.append(paragraph)
+            words = paragraph.strip()
+            if words in notes:
+                continue
+            kept.append(paragraph)
+            if len(words) >= SHORTEST_NOTE and not words.startswith("|"):
+                notes.add(words)
         return "\n\n".join(kept)
 
     @cached_property

@@ -30,17 +30,16 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if isinstance(statement, ast.ImportFrom)
         for alias in statement.names
     }
-
     modules = {module.lstrip(".").partition(".")[0] for module in home.values()}
 
     def __getattr__(name: str) -> Any:
-        if name not in home and name in modules:
+        if name in home:
+            value = getattr(importlib.import_module(home[name], package), name)
+            setattr(sys.modules[package], name, value)
+            return value
+        if name in modules:
             return importlib.import_module(f".{name}", package)
-        if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(home[name], package), name)
-        setattr(sys.modules[package], name, value)
-        return value
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     public = sorted(home)
     return __getattr__, lambda: public, public

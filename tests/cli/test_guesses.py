@@ -63,6 +63,9 @@ def test_the_recipe_of_another_text_is_not_taken(texts, tmp_path, fails):
     before = (tmp_path / "my.yaml").read_text()
     assert "my.yaml is there and not a recipe for my (data.source: my.txt); rename it" in fails("train", "my")
     assert (tmp_path / "my.yaml").read_text() == before
+    for data in ("null", "text", "{source: 5}"):
+        (tmp_path / "my.yaml").write_text(f"data: {data}\n")
+        assert "my.yaml is there and not a recipe for my " in fails("train", "my")
 
 
 def test_what_is_neither_run_nor_text(texts, tmp_path, fails):

@@ -206,14 +206,14 @@ LOSSES = {  # contrast: its state, digits, and what pages say of it
         "docs/worth.md": "and by {} at 3M",
     }),
     "V2 minus Transformer, clean text, best rates": ("above", 3, {
-        "docs/findings.md": "On clean text V2's loss at 1M is *higher*, by {}",
-        "README.md": "On clean text V2's loss at 1M is *higher*, by {}",
+        "docs/findings.md": "On clean text V2's loss at 1M is *higher*, by {} {interval}",
+        "README.md": "On clean text V2's loss at 1M is *higher*, by {} {interval}",
         "docs/worth.md": "on clean text at 1M it is higher, by {}",
     }),
     "DIFF minus Transformer, clean text, best rates": ("within", 3, {
-        "docs/findings.md": "DIFF's is lower by {} [-0.001, 0.025], again below the paper's difference",
-        "docs/worth.md": "and DIFF's lower by {} [-0.001, 0.025]",
-        "README.md": "DIFF's lower by {} [-0.001, 0.025]",
+        "docs/findings.md": "DIFF's is lower by {} {interval}, again below the paper's difference",
+        "docs/worth.md": "and DIFF's lower by {} {interval}",
+        "README.md": "DIFF's lower by {} {interval}",
     }),
     "DIFF minus wide heads with norm, each at its best": ("below", 3, {
         "docs/findings.md": "subtraction lowers it by {} at 1M",
@@ -231,7 +231,10 @@ def test_the_losses_of_the_start(found, contrast):
     assert finding.state == state
     for page, words in pages.items():
         assert finding.is_small or not re.search(r"no difference that matters|does not matter", words)
-        assert words.format(f"{abs(finding.difference.mean):.{digits}f}") in text_of(page), page
+        sign = 1 if finding.difference.mean > 0 else -1  # "lower by" turns the interval round
+        ends = sorted(sign * end for end in (finding.difference.low, finding.difference.high))
+        interval = f"[{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
+        assert words.format(f"{abs(finding.difference.mean):.{digits}f}", interval=interval) in text_of(page), page
 
 
 def test_what_the_normal_start_costs_at_3m(studies):

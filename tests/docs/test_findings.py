@@ -116,6 +116,13 @@ def test_the_attention_of_the_demo_is_that_of_its_file():
         assert shown == [round(value, 2) for value in learned]
 
 
+def test_how_tables_are_read_is_said_at_the_first():
+    page = '{{ rates("start-laptop") }}\n\n{{ rates("start-clean-tuned") }}\n\n{{ rates("start-clean-tuned") }}'
+    text = pages().fill(page)
+    assert text.count("Mean of the study's first figure over seeds of their own") == 1
+    assert len(tables_of(text)) == 3
+
+
 @pytest.mark.parametrize(("page", "words"), [
     ('{{ runs("start-laptpo") }}', "results: 'start-laptpo': unknown key; did you mean start-laptop"),
     ('{{effect("start-laptop", "DIFF") }}', "start-laptop: 'DIFF': unknown key"),

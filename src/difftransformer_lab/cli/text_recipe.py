@@ -57,8 +57,9 @@ def write_recipe(text: Path) -> Path:
     name = text.resolve().name.partition(".")[0] or "mine"
     path = Path(f"{name}.yaml")
     if path.exists():
-        source = read_recipe(str(path)).get("data", {}).get("source")
-        if source is None or Path(source).resolve() != text.resolve():
+        data = read_recipe(path).get("data")
+        source = data.get("source") if isinstance(data, dict) else None
+        if not isinstance(source, str) or Path(source).resolve() != text.resolve():
             raise ConfigError(
                 f"{path} is there and not a recipe for {text} (data.source: {source}); rename it, or the text"
             )
