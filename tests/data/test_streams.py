@@ -118,11 +118,14 @@ def test_broken_sets_are_one_line(tmp_path, monkeypatch):
         with pytest.raises(DataError, match=rf"^source '{prefix}:{path}': datasets cannot load {path} \(") as met:
             list(iter_documents(f"{prefix}:{path}"))
         assert "\n" not in str(met.value)
+    folder = tmp_path / "two"
+    folder.mkdir()
+    (folder / "a.parquet").write_bytes(whole)
     middle = len(whole) // 2
-    path.write_bytes(whole[:middle] + b"\xff" * 3000 + whole[middle + 3000 :])
-    rows = iter_documents(f"hf-stream:{path}")
-    assert next(rows).name == f"{path}/train/0"
-    with pytest.raises(DataError, match=rf"^source 'hf-stream:{path}': datasets cannot read all rows \(") as met:
+    (folder / "b.parquet").write_bytes(whole[:middle] + b"\xff" * 3000 + whole[middle + 3000 :])
+    rows = iter_documents(f"hf-stream:{folder}")
+    assert [next(rows).name for _ in range(900)] == [f"{folder}/train/{index}" for index in range(900)]
+    with pytest.raises(DataError, match=rf"^source 'hf-stream:{folder}': datasets cannot read all rows \(") as met:
         list(rows)
     assert "\n" not in str(met.value)
 
