@@ -80,7 +80,7 @@ def check_plan(design, runs):
 def check_models(design, runs):
     """Check that arms have as many parameters as their reference, as axes say, and that models fit on one GPU."""
     config = {place: run.recipe.planned_config() for place, run in runs.items()}
-    if design.name in ("clean", "english"):  # whose points are learning rates, which differ by arm
+    if design.name == "clean":  # whose points are learning rates, which differ by arm
         config["twin", "fan-in-0.004"] = config["twin", "fan-in-0.008"]
     for (arm, *point), own in config.items():
         twin = config[design.config.reference, *point]
