@@ -188,7 +188,8 @@ def navigation(folder: Path) -> dict[str, str]:
     trees = {"index.md": ""}
     below = {API: [("", f"api/{package}") for package in PACKAGES]}
     below["findings.md"] = [
-        (f"Study {page.stem}", str(page.relative_to(folder))) for page in sorted(folder.glob("studies/*.md"))
+        (f"Study {page.stem.replace('-', ', ', 1).replace('-', ' ')}", str(page.relative_to(folder)))
+        for page in sorted(folder.glob("studies/*.md"))
     ]
     for section in re.split(r"^## ", (folder / "index.md").read_text(encoding="utf-8"), flags=re.MULTILINE):
         caption, _, listed = section.partition("\n")

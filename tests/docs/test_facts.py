@@ -403,7 +403,7 @@ def test_what_v2s_step_costs(studies):
 
 
 def test_clean_text_at_rates_chosen_on_it(studies):
-    said, index = text_of("docs/studies/start.md"), studies["start-clean-tuned"].index
+    said, index = text_of("docs/studies/start-clean-text.md"), studies["start-clean-tuned"].index
     tried = {one.arm: dict(one.tried) for one in index.rates}
     chosen = {one.arm: one.learning_rate for one in index.rates}
     assert (chosen["v2"], chosen["twin"]) == (0.008, 0.004)

@@ -12,7 +12,7 @@ from difftransformer_lab.results import Bench, TaskResult, read_document, read_r
 from tests.support.pages import filled, pages
 
 DOCS = Path(__file__).parents[2] / "docs"
-STUDIES = sorted(path.stem for path in (DOCS / "studies").glob("*.md"))
+STUDIES = sorted(path.stem for path in (DOCS / "studies").glob("*.md") if "-" not in path.stem)
 KINDS = {"bench": Bench, "task": TaskResult}
 PLAIN = ("intervals.json", "start-rms.json")  # a simulation, and sizes of models that no run trained
 RESULTS = [path for path in sorted((DOCS / "results").glob("*.json")) if path.name not in PLAIN]
@@ -42,6 +42,15 @@ def tables_of(text):
     return [cells_of(table) for table in re.split(r"\n(?=\n\|)", f"\n{text}") if table.lstrip().startswith("|")]
 
 
+def pages_of(study):
+    """The pages of a study: one of its name, and more of names that begin with it."""
+    return [DOCS / "studies" / f"{study}.md", *sorted((DOCS / "studies").glob(f"{study}-*.md"))]
+
+
+def text_of_study(study):
+    return "\n\n".join(filled(str(path.relative_to(DOCS))) for path in pages_of(study))
+
+
 @pytest.mark.slow
 def test_every_page_has_what_it_inserts():
     written = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if "{{ " in path.read_text("utf-8")]
@@ -56,7 +65,7 @@ def test_every_page_has_what_it_inserts():
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_verdicts_of_a_page_are_the_states_of_its_findings(name):
     """In its tables, and in its sentences, which name every contrast that is decided."""
-    source, text = (DOCS / "studies" / f"{name}.md").read_text("utf-8"), filled(f"studies/{name}.md")
+    source, text = "".join(path.read_text("utf-8") for path in pages_of(name)), text_of_study(name)
     studies = [one for one in pages()._studies.values() if one.records.index.name == name]
     states = {one.contrast.name: one.state for study in studies for one in study.findings}
     tables = [table for table in tables_of(text) if "state" in table[0]]
@@ -74,7 +83,7 @@ def test_a_verdict_that_is_not_the_state_of_its_finding_is_refused():
 
 def test_every_study_with_records_has_a_page_with_all_of_them():
     found = {path.relative_to(DOCS) for path in (DOCS / "results" / "studies").glob("*/*.json")}
-    texts = {name: filled(f"studies/{name}.md") for name in STUDIES}
+    texts = {name: text_of_study(name) for name in STUDIES}
     assert {path.parent.name for path in found} == set(STUDIES) <= set(shipped_recipes("studies"))
     for path in found:
         text = texts[path.parent.name]
