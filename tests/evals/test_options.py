@@ -7,20 +7,14 @@ from difftransformer_lab.evals.tasks import task_kind
 
 REFUSED = [
     ("needle", {"needles": [[1, 2]]}, r"needles=\[\[1, 2\]\]"),
-    ("needle", {"needles": [[0, 0]]}, r"needles=\[\[0, 0\]\]"),
     ("needle", {"needles": [[1]]}, r"needles=\[\[1\]\]"),
-    ("needle", {"needles": []}, "needles"),
     ("needle", {"lengths": [0]}, "lengths"),
-    *[
-        (task, *refused)
-        for task in ("needle", "allocation")
-        for refused in (
-            ({"depths": [1.5]}, r"depths=\[1.5\]: give shares of the context"), ({"depths": [-0.1]}, "depths"),
-            ({"depths": []}, "depths"), ({"documents": 0}, "documents=0"),
-            ({"digits": 10}, "digits=10: give .* 1 to 9 digits"), ({"digits": 0}, "digits=0"),
-            ({"seed": -1}, "seed=-1"),
-        )
-    ],
+    ("needle", {"depths": [1.5]}, r"depths=\[1.5\]: give shares of the context"),
+    ("needle", {"depths": []}, "depths"),
+    ("needle", {"documents": 0}, "documents=0"),
+    ("needle", {"digits": 10}, "digits=10: give .* 1 to 9 digits"),
+    ("needle", {"seed": -1}, "seed=-1"),
+    ("allocation", {"depths": [-0.1]}, "depths"),
     ("allocation", {"needles": 0}, "needles=0"),
     ("allocation", {"length": 0}, "length=0"),
     ("perplexity", {"windows": 0}, "windows=0"),
@@ -35,9 +29,7 @@ REFUSED = [
     ("order", {"orders": 1}, "orders=1: give at least 2"),
     ("order", {"items": 0}, "items=0: give at least 1"),
     ("icl", {"shots": [0]}, r"shots=\[0\]: give different numbers, none below 1"),
-    ("icl", {"demonstrations": []}, r"demonstrations=\[\]: give different numbers, none below 0"),
     ("icl", {"shots": [1], "demonstrations": [2]}, r"shots=\[1\], demonstrations=\[2\]: give one of the two"),
-    ("icl", {"shots": [2, 2]}, r"shots=\[2, 2\]"),
     ("icl", {"items": 0}, "items=0: give at least 1"),
     ("icl", {"seed": -1}, "seed=-1: give at least 0"),
     ("icl", {"draws": 0}, "draws=0: give at least 1"),
@@ -61,12 +53,9 @@ REFUSED = [
     ("math", {"seed": -1}, "seed=-1"),
     ("hallucination", {"items": 0}, "items=0"),
     ("quantized", {"task": "quantized"}, "task='quantized': choose one of allocation, ask"),
-    ("quantized", {"task": "none"}, "task='none'"),
     ("quantized", {"bits": []}, r"bits=\[\]"),
     ("quantized", {"bits": [1]}, r"bits=\[1\]: give different numbers from 2 to 16"),
-    ("quantized", {"bits": [4, 4]}, r"bits=\[4, 4\]"),
     ("quantized", {"granularity": []}, "granularity=.*one or more of row, head, tensor"),
-    ("quantized", {"granularity": ["row", "row"]}, "each once"),
     ("quantized", {"task_options": {"windoes": 3}}, "task_options: windoes: unknown key; did you mean windows"),
     ("quantized", {"task_options": {"windows": "3"}}, "task_options: windows: expected int"),
     ("quantized", {"task_options": {"windows": 0}}, "task_options: windows=0"),
