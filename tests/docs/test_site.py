@@ -1,16 +1,16 @@
 """The site that `make docs` built: complete, at home on a phone and in the dark, and in need of nothing from the network."""
 
-import html
 import importlib
 import json
 import os
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+
+from tests.support.chromium import CONTRAST, chromium
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(os.environ.get("DIFFTRANSFORMER_SITE", ROOT / "build" / "site"))
@@ -171,85 +171,31 @@ def test_the_search_finds_what_people_look_for(pages, words, page):
         assert place in {one for some in found for one in (some if isinstance(some, list) else [some])}, word
 
 
-MEASURE = """<!DOCTYPE html><body style="margin: 0"><iframe id="page" style="border: 0; width: WIDTHpx; height: 900px"></iframe>
-<script>
-const pages = PAGES, found = {};
-console.error("control");
-fetch("http://control.invalid/").catch(() => {});
-function rgba(text) { const parts = text.match(/[\\d.]+/g).map(Number); return parts.length < 4 ? [...parts, 1] : parts; }
-function over(top, below) { return [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3])).concat(1); }
-function light(colour) {
-  const [r, g, b] = colour.slice(0, 3).map(c => c / 255).map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-}
-function ground(view, node) {
-  const layers = [];
-  for (; node; node = node.parentElement) layers.push(rgba(view.getComputedStyle(node).backgroundColor));
-  return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255, 1]);
-}
-function faint(page, view) {
-  const walker = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT), bad = new Set();
-  for (let node; node = walker.nextNode();) {
-    const element = node.parentElement, style = view.getComputedStyle(element);
-    if (!node.textContent.trim() || element.closest("script, style, noscript, title, svg")) continue;
-    if (!element.getClientRects().length || style.visibility !== "visible" || +style.opacity === 0) continue;
-    const behind = ground(view, element), ink = over(rgba(style.color), behind);
-    const [a, b] = [light(ink), light(behind)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < LEAST) bad.add(`${element.tagName} ${node.textContent.trim().slice(0, 30)}: ${ratio.toFixed(2)}`);
-  }
-  return [...bad].slice(0, 5);
-}
-const frame = document.getElementById("page");
-(async () => {
-  for (const url of pages) {
-    await new Promise(done => { frame.onload = done; frame.src = url; });
-    const page = frame.contentDocument, view = frame.contentWindow;
-    page.querySelectorAll("details").forEach(part => part.open = true);
-    const style = page.createElement("style");
-    style.textContent = "* { transition: none !important; animation: none !important; }";
-    page.head.append(style);
-    found[url] = {};
-    for (const theme of ["light", "dark"]) {
-      page.body.dataset.theme = theme;
-      const { scrollWidth, scrollHeight } = page.documentElement;
-      found[url][theme] = { width: scrollWidth, height: scrollHeight, faint: faint(page, view) };
-    }
-  }
-  document.body.insertAdjacentHTML("beforeend", "<p id='found'></p>");
-  document.getElementById("found").textContent = JSON.stringify(found);
-})();
-</script></body>"""
+STILL = "<style>* { transition: none !important; animation: none !important; }</style>"
 
 
 @pytest.mark.parametrize("width", [375, 1280])
-def test_a_browser_finds_nothing_too_wide_too_long_too_faint_or_broken(pages, width, tmp_path):
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
+def test_a_browser_finds_nothing_too_wide_too_long_too_faint_or_broken(pages, width):
+    if not (shutil.which("chromium") or shutil.which("google-chrome")):
         lacking("no Chromium")
-    text = MEASURE.replace("WIDTH", str(width)).replace("LEAST", str(LEAST_CONTRAST))
-    outer, log = tmp_path / "outer.html", tmp_path / "net.json"
-    outer.write_text(text.replace("PAGES", json.dumps([path.as_uri() for path in pages])), encoding="utf-8")
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
-    words += ["--disable-component-update", "--no-first-run", f"--log-net-log={log}", "--enable-logging=stderr"]
-    words += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path}", "--window-size=1300,950"]
-    words += ["--virtual-time-budget=600000", "--timeout=300000"]
-    done = subprocess.run([browser, *words, "--dump-dom", outer.as_uri()], capture_output=True, text=True, check=True)
-    answer = re.search('<p id="found">(.*?)</p>', done.stdout, re.DOTALL)
-    assert answer is not None, done.stderr[-2000:]
-    found = json.loads(html.unescape(answer[1]))
-    assert len(found) == len(pages)
-    wrong = {}
-    ours = {(SITE / path.relative_to(DOCS)).with_suffix(".html").as_uri() for path in DOCS.rglob("*.md")}
-    for url, themes in found.items():
-        for theme, seen in themes.items():
-            too_long = url in ours and width == 1280 and seen["height"] > LONGEST_PAGE
-            if seen["width"] > width or seen["faint"] or too_long:
-                wrong[Path(url).name, theme] = seen
-    assert wrong == {}
-    # The measuring page itself writes an error and asks for an address, so that both are known to be seen.
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line and '"control"' not in line] == []
-    assert '"control"' in done.stderr
-    requested = re.findall(
-        r'"initiator":"file://".{0,400}?"url":"((?:https?|wss?)://[^"/]+)', log.read_text(encoding="utf-8")
-    )
-    assert set(requested) == {"http://control.invalid"}
+    ours, wrong = {(SITE / path.relative_to(DOCS)).with_suffix(".html") for path in DOCS.rglob("*.md")}, {}
+    with chromium() as browser:
+        for page in pages:
+            browser.open(page, width=width)
+            browser.run("document.querySelectorAll('details').forEach(part => part.open = true)")
+            browser.run(f"document.head.insertAdjacentHTML('beforeend', {STILL!r})")
+            for theme in ("light", "dark"):
+                browser.run(f"document.body.dataset.theme = {theme!r}")
+                sizes = browser.run(
+                    "(({ scrollWidth, scrollHeight }) => [scrollWidth, scrollHeight])(document.documentElement)"
+                )
+                _, contrast, words = browser.run(CONTRAST)
+                too_long = page in ours and width == 1280 and sizes[1] > LONGEST_PAGE
+                if sizes[0] > width or too_long or contrast < LEAST_CONTRAST:
+                    wrong[page.name, theme] = *sizes, contrast, words
+        assert wrong == {}
+        assert browser.complaints == []
+        assert not [url for url in browser.requests if re.match("https?:|wss?:", url)]
+        browser.run("console.error('control'), fetch('http://control.invalid/').catch(() => 0)")
+        assert browser.complaints  # so that errors and requests are known to be seen
+        assert "http://control.invalid/" in browser.requests
