@@ -427,25 +427,14 @@ def test_wider_mlps_are_for_llamas_alone(tmp_path):
 
 
 MEASURED = """
-import re, sys, threading, time
+import sys
 from difftransformer.families import upcycle_folder
+from tests.support.peak_memory import forget_peak, resident
 
-def resident():
-    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-
-before, peak, done = resident(), 0, threading.Event()
-
-def watch():
-    global peak
-    while not done.wait(0.002):
-        peak = max(peak, resident())
-
-thread = threading.Thread(target=watch, daemon=True)
-thread.start()
+forget_peak()
+before = resident()
 upcycle_folder(sys.argv[1], sys.argv[2], to="diff")
-done.set()
-thread.join()
-print(peak - before)
+print(resident(peak=True) - before)
 """
 
 
