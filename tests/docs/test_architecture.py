@@ -1,13 +1,14 @@
 """What the architecture page and the contributor's guide name exists, and their figures show what the script says."""
 
 import ast
-import importlib.util
 import pkgutil
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support.pages import load
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "src" / "difftransformer", ROOT / "src" / "difftransformer_lab")
@@ -103,10 +104,7 @@ def test_a_wrong_path_and_a_wrong_name_are_found():
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("architecture", FIGURES / "architecture.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(FIGURES / "architecture.py")
 
 
 def test_the_steps_of_both_walks_exist(script):

@@ -1,13 +1,12 @@
 """docs/initialization.md: by fan-in DIFF's first layer starts near the size of the embeddings at every width."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.pages import pages
+from tests.support.pages import load, pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = json.loads((DOCS / "results" / "start-rms.json").read_text("utf-8"))["result"]["rows"]
@@ -16,10 +15,7 @@ WIDTHS = [64, 128, 256, 320, 512, 768, 1024, 1536, 2048, 3072]
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("initialization", DOCS / "figures" / "initialization.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(DOCS / "figures" / "initialization.py")
 
 
 def ratios(start, arm):

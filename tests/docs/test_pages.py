@@ -1,7 +1,6 @@
 """What the pages for newcomers promise: short sentences, terms that lead to the glossary, tables and figures as measured."""
 
 import ast
-import importlib.util
 import json
 import math
 import re
@@ -16,6 +15,7 @@ from difftransformer.families.llama import targets
 from difftransformer.model.nll import WHOLE_LOGITS
 from difftransformer_lab.cli import upcycle
 from difftransformer_lab.results import TaskResult, read_result
+from tests.support.pages import load
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -69,13 +69,6 @@ def test_links_to_the_glossary_name_its_terms(path):
     text = " ".join((DOCS / "glossary.md").read_text(encoding="utf-8").lower().split())
     for term in re.findall(r"\[([^\]]+)\]\([./]*glossary\.md#[\w-]+\)", path.read_text(encoding="utf-8")):
         assert re.sub(r"('s|s)$", "", " ".join(term.lower().split())) in text, term
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

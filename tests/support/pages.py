@@ -9,13 +9,18 @@ from typing import Any
 SCRIPT = Path(__file__).parents[2] / "docs" / "inserted.py"
 
 
+def load(path: Path) -> Any:
+    """Return a script of docs as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
 @cache
 def pages() -> Any:
     """Return the functions of docs/inserted.py, with figures in a folder that is not kept."""
-    spec = importlib.util.spec_from_file_location("inserted", SCRIPT)
-    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    return module.Inserted(Path(tempfile.mkdtemp()))
+    return load(SCRIPT).Inserted(Path(tempfile.mkdtemp()))
 
 
 @cache
