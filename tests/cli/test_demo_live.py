@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from textwrap import indent
 
 import numpy as np
@@ -20,6 +19,7 @@ from difftransformer.ops import build
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.demo import live, page, recall, result
 from difftransformer_lab.studies.design import Design, load_study
+from tests.cli.test_interruption import is_alive
 
 SHARES = {"diff": [0.5, 0.95, 1.0], "twin-norm": [0.3, 0.4, 0.92], "twin": [0.2, 0.3, 0.34]}
 CURVES = {arm: [dict(zip((100, 200, 300), shares, strict=True))] for arm, shares in SHARES.items()}
@@ -160,13 +160,6 @@ def test_processes_end_with_a_parent_that_is_killed():
             return
         time.sleep(0.1)
     raise AssertionError("the child still trains a minute after its parent was killed")
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.slow(minutes=1)

@@ -1,5 +1,6 @@
 """`difftransformer generate`: the words of the command against `generate` of transformers, and every refusal on one line."""
 
+import functools
 import io
 import json
 import shutil
@@ -75,17 +76,8 @@ def generate(capsys):
 
 
 @pytest.fixture
-def fails(capsys):
-    """Run a command that must exit with 2, one line on standard error and nothing else, and return that line."""
-
-    def run(*words):
-        assert main(["generate", *map(str, words)]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.count("\n") == 1, captured.err
-        return captured.err.strip()
-
-    return run
+def fails(fails):
+    return functools.partial(fails, "generate")
 
 
 def expected(folder, text=PROMPT, new=20, seed=None, **options):
