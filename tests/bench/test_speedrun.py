@@ -11,23 +11,9 @@ from scipy import stats
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "speedrun.py"
 SIZES = [
-    "--width",
-    "32",
-    "--layers",
-    "2",
-    "--batch",
-    "256",
-    "--context",
-    "32",
-    "--tokens",
-    "1024",
-    "--valid",
-    "256",
-    "--timed",
-    "1",
-    "--device",
-    "cpu",
-]
+    "--width", "32", "--layers", "2", "--batch", "256", "--context", "32", "--tokens", "1024", "--valid", "256",
+    "--timed", "1", "--device", "cpu",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
