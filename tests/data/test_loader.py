@@ -224,12 +224,6 @@ def test_bad_mixes_are_refused():
     for name in ("dense", "terse"):
         with pytest.raises(ConfigError, match=f"retrieval {name} is -1"):
             RetrievalMix(share=0.5, **{name: -1})
-    with pytest.raises(ConfigError, match="digits is 12"):
-        RetrievalMix(share=0.5, digits=12)
-    with pytest.raises(ConfigError, match="needles from 3 to 2"):
-        RetrievalMix(share=0.5, min_needles=3, max_needles=2)
-    with pytest.raises(ConfigError, match="0 questions"):
-        RetrievalMix(share=0.5, asks=0)
 
 
 def test_contexts_that_do_not_fit_are_refused_before_training(shards):
