@@ -130,8 +130,6 @@ class NeedleQuestion:
         cities: City that each prompt asks for.
         spans: [start, end) of the needle asked for, including its leading line end, in tokens of the prompt.
         query_starts: Start of the question in each prompt.
-        length_tokens: Number of tokens of a prompt together with the space for its answer.
-        depth: Requested depth of the first prompt's needle, from 0 (start) to 1 (end). The other needles are at random places.
     """
 
     prompts: list[list[int]]
@@ -141,8 +139,6 @@ class NeedleQuestion:
     cities: list[str]
     spans: list[tuple[int, int]]
     query_starts: list[int]
-    length_tokens: int
-    depth: float
 
 
 def training_document(
@@ -293,8 +289,6 @@ def evaluation_document(
         cities=named,
         spans=spans[:asked],
         query_starts=query_starts,
-        length_tokens=length_tokens,
-        depth=depth,
     )
 
 

@@ -64,7 +64,6 @@ class Converted:
     """The result of a conversion."""
 
     folder: Path  # that was written
-    source_layout: str
     layout: str
     tensors: int  # their number
     bytes: int  # size of the tensors
@@ -106,14 +105,13 @@ def convert_folder(
     if untie and to == "difftransformer":
         raise ConfigError(f"--untie with --to {to}: this layout has tied embeddings; leave it out")
     conversion = _conversion(document, source_layout, to, source, untie)
-    return write_converted(source, target, conversion, source_layout, to, shard_bytes)
+    return write_converted(source, target, conversion, to, shard_bytes)
 
 
 def write_converted(
     source: Path,
     target: Path,
     conversion: Conversion,
-    source_layout: str,
     layout: str,
     shard_bytes: int | None = None,
 ) -> Converted:
@@ -122,7 +120,7 @@ def write_converted(
     Args:
         source, target: The folders.
         conversion: What is made of what.
-        source_layout, layout: Names of the layouts, for the result.
+        layout: Name of the target's layout, for the result.
         shard_bytes: Largest size of a weights file. None follows the source's files (`WeightsReader.shard_bytes`).
 
     Raises:
@@ -143,7 +141,6 @@ def write_converted(
         known = {CONFIG_FILE, INDEX_FILE, *weights.files, *carried}
     return Converted(
         folder=target,
-        source_layout=source_layout,
         layout=layout,
         tensors=len(conversion.makes),
         bytes=total,

@@ -90,7 +90,7 @@ def upcycle_folder(
         config = CONFIG_MAPPING[model_type].from_dict(document)
         convert = from_llama if has_llamas_layout(config) else from_family
         conversion = convert(config, to=to, head_norm=head_norm, seed=seed, **options)
-    converted = write_converted(source, target, conversion, model_type, to)
+    converted = write_converted(source, target, conversion, to)
     before = sum(math.prod(shape) for name, shape in conversion.needs.items() if name not in conversion.ties)
     with WeightsReader(target) as weights:
         after = sum(map(math.prod, weights.shapes.values()))
