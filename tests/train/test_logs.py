@@ -352,8 +352,8 @@ def test_trackers_get_every_number_under_its_name(tmp_path, monkeypatch):
     run = tmp_path / "run"
     trackers = Trackers(LogsConfig(tensorboard=True, wandb="toy"))
     trackers.open(run, step=6)
-    trackers.write(
-        InsideMetrics(step=7, attention_entropy_nats=[1.5], largest_logits=[3.0], largest_hidden_states=[5.0])
+    trackers.on_metrics(
+        None, InsideMetrics(step=7, attention_entropy_nats=[1.5], largest_logits=[3.0], largest_hidden_states=[5.0])
     )
     trackers.close()
     numbers = {f"{name}/layer_00": number for name, number in
@@ -368,9 +368,9 @@ def test_tensorboard_gets_the_numbers(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     trackers = Trackers(LogsConfig(tensorboard=True))
     trackers.open(tmp_path, step=0)
-    trackers.write(StepMetrics(**OLD))
+    trackers.on_metrics(None, StepMetrics(**OLD))
     inside = {"attention_entropy_nats": [1.5, 2.5], "largest_logits": [3.0, 4.0], "largest_hidden_states": [5.0, 6.0]}
-    trackers.write(InsideMetrics(step=1, **inside))
+    trackers.on_metrics(None, InsideMetrics(step=1, **inside))
     trackers.close()
     found = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
@@ -385,7 +385,7 @@ def test_wandb_offline_gets_the_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     trackers = Trackers(LogsConfig(wandb="toy"))
     trackers.open(tmp_path, step=0)
-    trackers.write(StepMetrics(**OLD))
+    trackers.on_metrics(None, StepMetrics(**OLD))
     trackers.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     deadline = time.monotonic() + 30  # another process writes it

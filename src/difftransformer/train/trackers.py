@@ -47,10 +47,6 @@ class Trackers(Callback):
 
     def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
         """Send the numbers of a line."""
-        self.write(metrics)
-
-    def write(self, metrics: Metrics) -> None:
-        """Send the numbers of a line."""
         if self._write:
             numbers = dict(scalars(metrics))
             for write in self._write:

@@ -81,11 +81,6 @@ class Update:
         """Norm of the gradients of all processes, before clipping."""
         return self._read[1]
 
-    @property
-    def gradient_norms(self) -> dict[str, float]:
-        """The same, of each part of the model."""
-        return dict(zip(self.parts, self._read[2:], strict=True))
-
 
 @dataclass(kw_only=True)
 class _Unread:
