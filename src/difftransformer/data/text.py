@@ -128,7 +128,11 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
             missing = 'the file has no text; give one JSON object with a "text" field on each line'
         if not is_named(path, SUFFIXES):
             raise DataError(f"source {source!r}: files ending in {path.suffix!r} are not read; allowed are {SOURCES}")
-    return _read_files(files, str(path), missing.format(len(files)), reading)
+    for _, one in files:
+        with readable(one):
+            reading.total += one.stat().st_size
+    documents = (document for name, one in files for document in _read_file(one, name, reading))
+    return _with_text(documents, str(path), missing.format(len(files)))
 
 
 def is_named(path: Path, suffixes: Sequence[str]) -> bool:
@@ -344,13 +348,6 @@ def _cut_document(
         LargeDocument(names[0], document.path, document.start, middle),
         LargeDocument(names[1], document.path, middle, document.stop),
     )
-
-
-def _read_files(files: Sequence[tuple[str, Path]], source: str, empty: str, reading: Reading) -> Iterator[AnyDocument]:
-    for _, path in files:
-        with readable(path):
-            reading.total += path.stat().st_size
-    return _with_text((one for name, path in files for one in _read_file(path, name, reading)), source, empty)
 
 
 def _with_text(documents: Iterable[AnyDocument | None], source: str, empty: str) -> Iterator[AnyDocument]:

@@ -329,20 +329,17 @@ def refuse_used(target: Path) -> None:
         raise ConfigError(f"{target} {what}; name a folder that does not exist yet")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    document = read_json(path, error=CheckpointError, advice="copy it again")
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path} holds a {type(document).__name__}, expected a JSON object")
-    return document
-
-
 def read_config(source: Path) -> dict[str, Any]:
     """Read config.json of a folder."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a folder; name one with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    if not (source / CONFIG_FILE).is_file():
+    path = source / CONFIG_FILE
+    if not path.is_file():
         raise CheckpointError(f"{source} has no {CONFIG_FILE}; name the folder of a saved model")
-    return {key: with_floats(value) for key, value in _read_json(source / CONFIG_FILE).items()}
+    document = read_json(path, error=CheckpointError, advice="copy it again")
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds a {type(document).__name__}, expected a JSON object")
+    return {key: with_floats(value) for key, value in document.items()}
 
 
 def _checked_layouts(document: dict[str, Any], stated: str | None, to: str, source: Path) -> str:
