@@ -67,8 +67,7 @@ test-slow: $(DEV) compilers
 test-tools: docs $(TOOLS) $(VLLM) test-data # docs, because the site is tested
 	$(RUN_TOOLS) -m pytest -n $(JOBS) --dist worksteal -m "tools and not gpu"
 
-test-data: $(TOOLS) compilers ## Install what heavier tests read (packages with data; as root with apt-get, compilers too), check folder DIFFTRANSFORMER_DATA; under CI a missing set is a failure
-	$(RUN_TOOLS) tests/check_data.py
+test-data: $(TOOLS) compilers ## Install what heavier tests read (packages with data; as root with apt-get, compilers too)
 
 compilers: $(DEV)
 	$(RUN) tests/check_compilers.py

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.chromium import CONTRAST, chromium
+from tests.support.needed import lacking
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(os.environ.get("DIFFTRANSFORMER_SITE", ROOT / "build" / "site"))
@@ -21,12 +22,6 @@ LONGEST_PAGE = 8.5 * 800  # pixels: about eight screens of 1280 x 800, on other 
 MOST_ENTRIES = 25
 
 pytestmark = [pytest.mark.slow, pytest.mark.tools]
-
-
-def lacking(what):
-    if os.environ.get("DIFFTRANSFORMER_CI") == "1":
-        pytest.fail(what)
-    pytest.skip(what)
 
 
 @pytest.fixture(scope="module")

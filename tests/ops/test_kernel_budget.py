@@ -14,6 +14,7 @@ import pytest
 
 import difftransformer
 from tests.support import compile_kernels
+from tests.support.needed import lacking
 
 pytestmark = pytest.mark.slow(minutes=4)
 
@@ -46,9 +47,7 @@ def found():
         return BUDGET
     done = compile_all()
     if done.returncode and "no assembler" in done.stderr:
-        if os.environ.get("DIFFTRANSFORMER_CI") == "1":
-            pytest.fail(done.stderr)
-        pytest.skip(done.stderr)
+        lacking(done.stderr)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

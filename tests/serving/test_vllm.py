@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.families import family_config
+from tests.support.needed import lacking
 from tests.support.tiny_models import scramble, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -50,8 +51,7 @@ OTHERS = {"Qwen3": {}, "adapter": {"enable_lora": True, "max_lora_rank": 8}, "n-
 
 def needed(path):
     if not path.exists():
-        say = pytest.fail if os.environ.get("DIFFTRANSFORMER_CI") == "1" else pytest.skip
-        say(f"{path} does not exist; run `make .venv/.ready-vllm`")
+        lacking(f"{path} does not exist; run `make .venv/.ready-vllm`")
     return path
 
 
