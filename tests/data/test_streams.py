@@ -35,11 +35,7 @@ DOCUMENTS = [Document(row["name"], row["text"]) for row in ROWS]
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        gzip.compress(LINES),
-        gzip.compress(LINES[:777]) + gzip.compress(LINES[777:]) + b"\0" * 600,
-    ],
+    "content", [gzip.compress(LINES), gzip.compress(LINES[:777]) + gzip.compress(LINES[777:]) + b"\0" * 600]
 )
 def test_compressed_lines_are_those_of_the_plain_file(tmp_path, content):
     (tmp_path / "a.jsonl.gz").write_bytes(content)

@@ -475,12 +475,7 @@ class TestImplementations:
 
     @pytest.mark.parametrize("name", ATTN_IMPLEMENTATIONS)
     def test_backend_of_every_layer(self, name):
-        backend = {
-            "difftransformer": "chunked",
-            "eager": "reference",
-            "paged|eager": "reference",
-            "sdpa": "sdpa",
-        }[name]
+        backend = {"difftransformer": "chunked", "eager": "reference", "paged|eager": "reference", "sdpa": "sdpa"}[name]
         built = DiffTransformerForCausalLM._from_config(tiny_config(attn_backend="chunked"), attn_implementation=name)
         switched = DiffTransformerForCausalLM(tiny_config(attn_backend="chunked"))
         assert {layer.self_attn.backend for layer in switched.model.layers} == {"chunked"}

@@ -12,12 +12,7 @@ from difftransformer.data.documents import IGNORED
 from difftransformer.errors import ConfigError, DataError, ShapeError
 from difftransformer.families import family_config
 from difftransformer.model import nll
-from difftransformer.model.nll import (
-    loss_chunk,
-    next_token_nll,
-    summed_next_token_nll,
-    summed_nll,
-)
+from difftransformer.model.nll import loss_chunk, next_token_nll, summed_next_token_nll, summed_nll
 from tests.support.oracle import relative_error
 from tests.support.tiny_models import BASE, scramble, tiny, tokens
 

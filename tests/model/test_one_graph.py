@@ -132,10 +132,7 @@ def test_with_a_cache_there_are_two(attention_type):
 @pytest.mark.parametrize("attention_type", ["diff", "diff_v2", "dex"])
 def test_a_whole_model_with_free_lengths(attention_type):
     torch.compiler.reset()
-    model, counter = (
-        model_of(attention_type=attention_type, num_hidden_layers=2),
-        CompileCounterWithBackend("eager"),
-    )
+    model, counter = (model_of(attention_type=attention_type, num_hidden_layers=2), CompileCounterWithBackend("eager"))
     whole = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
     for length in (17, 23, 40):
         expected = trained(model, length)

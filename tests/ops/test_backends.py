@@ -234,8 +234,7 @@ def test_compiled_calls_follow_use_backend():
 def test_unknown_names_list_the_known():
     query, key, value, lam, _ = Case("x").inputs()
     with pytest.raises(
-        BackendUnavailable,
-        match=r"no backend is named 'flash9'.*'auto'.*reference, cpu, .*chunked, sdpa, cudnn",
+        BackendUnavailable, match=r"no backend is named 'flash9'.*'auto'.*reference, cpu, .*chunked, sdpa, cudnn"
     ):
         differential_attention(query, key, value, lam, backend="flash9")
     with pytest.raises(BackendUnavailable, match="flash9"), use_backend("flash9"):

@@ -374,10 +374,7 @@ def test_a_wheels_library_is_used_as_it_is(place, monkeypatch, tmp_path, caplog)
 
 @pytest.mark.parametrize(
     ("damage", "cause"),
-    [
-        (lambda data: data[:-100], "is truncated"),
-        (lambda data: b"no library", "file too short|invalid ELF header"),
-    ],
+    [(lambda data: data[:-100], "is truncated"), (lambda data: b"no library", "file too short|invalid ELF header")],
 )
 def test_a_damaged_library_of_a_wheel_is_not_used(place, monkeypatch, tmp_path, caplog, damage, cause):
     path = prebuilt(place, monkeypatch, tmp_path)

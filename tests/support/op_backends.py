@@ -10,12 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from difftransformer.ops import (
-    cudnn,
-    differential_attention,
-    normed_differential_attention,
-    softmax_attention,
-)
+from difftransformer.ops import cudnn, differential_attention, normed_differential_attention, softmax_attention
 from tests.support.cases import (
     EPS,
     FACTOR,

@@ -106,10 +106,7 @@ def test_checkpoints_that_are_kept_for_good(train_toy, tmp_path):
 def test_a_damaged_later_checkpoint_does_not_count_as_the_newest(run, train_toy):
     """The run goes on from step 6, since step 8 is damaged, and its next checkpoint stays."""
     flip(run / "checkpoints" / "step-000008" / "model.safetensors")
-    with (
-        pytest.warns(UserWarning, match="training continues from step-000006"),
-        pytest.raises(Interrupted) as stopped,
-    ):
+    with pytest.warns(UserWarning, match="training continues from step-000006"), pytest.raises(Interrupted) as stopped:
         train_toy(run, keep_checkpoints=1, on_metrics=stop_after(7))
     assert names(run) == ["step-000007", "step-000008"]
     assert verify_checkpoint(stopped.value.checkpoint).step == 7

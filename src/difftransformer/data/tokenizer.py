@@ -318,9 +318,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 2,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
     return _with_special_tokens(backend)

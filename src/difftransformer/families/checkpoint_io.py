@@ -109,11 +109,7 @@ def convert_folder(
 
 
 def write_converted(
-    source: Path,
-    target: Path,
-    conversion: Conversion,
-    layout: str,
-    shard_bytes: int | None = None,
+    source: Path, target: Path, conversion: Conversion, layout: str, shard_bytes: int | None = None
 ) -> Converted:
     """Apply a conversion from folder to folder, and copy tokenizer, chat template and licence.
 

@@ -59,13 +59,7 @@ def run(call: Call) -> Tensor:
         allowed_BHTS = torch.cat((allowed_BHTS, allowed_BHTS), 1)
     shared = {"enable_gqa": True} if heads != groups else {}  # a comparison of symbolic numbers is no bool
     out_BHTE = F.scaled_dot_product_attention(
-        q_BHTD,
-        k_BGSD,
-        v_BGSE,
-        attn_mask=allowed_BHTS,
-        is_causal=is_causal,
-        scale=scale,
-        **shared,
+        q_BHTD, k_BGSD, v_BGSE, attn_mask=allowed_BHTS, is_causal=is_causal, scale=scale, **shared
     )[..., :value_width]
     if lam is not None:
         out_1_BHTE, out_2_BHTE = out_BHTE.chunk(2, 1)

@@ -69,11 +69,7 @@ def held_out_answers(shards: Shards, config: TrainingConfig, mesh: Mesh) -> Answ
     if needle_document_tokens(shards.tokenizer, **sizes, cities=CITIES_SEEN) > context:
         return None
     questions = needle_questions(
-        shards.tokenizer,
-        shards.tokens("validation"),
-        context_tokens=context,
-        mix=config.retrieval,
-        documents=documents,
+        shards.tokenizer, shards.tokens("validation"), context_tokens=context, mix=config.retrieval, documents=documents
     )
     inputs, answers = map(torch.from_numpy, questions)
     return Answers(torch.stack([inputs, answers, torch.arange(context).expand_as(inputs)], 1), True, at_once)

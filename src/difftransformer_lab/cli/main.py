@@ -30,10 +30,7 @@ GROUPS = {
         "study": "Train variants with many seeds, add to the results",
         "report": "Write the report of a results file again",
     },
-    "train": {
-        "train": "Train one model from a recipe, or continue a run",
-        "tokenize": "Turn text into token shards",
-    },
+    "train": {"train": "Train one model from a recipe, or continue a run", "tokenize": "Turn text into token shards"},
     "models": {
         "generate": "Continue a prompt with a run or any saved model",
         "info": "Sizes, memory, FLOPs of a model or recipe; its start",
