@@ -5,7 +5,13 @@ import re
 import pytest
 import torch
 
-from difftransformer.attention import DifferentialAttention, DifferentialOptions, GroupedDifferentialAttention
+from difftransformer.attention import (
+    AddedDifferentialAttentionV2,
+    DifferentialAttention,
+    DifferentialOptions,
+    ExclusiveDifferentialAttention,
+    GroupedDifferentialAttention,
+)
 from difftransformer.errors import CheckpointError, ConfigError, ShapeError
 from difftransformer.families import (
     load_motif_attention,
@@ -207,6 +213,15 @@ GROUPED = GroupedDifferentialAttention
                 "num_noise_heads=2: .* has V1 attention; expected as many as num_heads=8",
             )
             for back in (microsoft_attention_state, phi4flash_attention_state, timm_attention_state)
+        ),
+        *(
+            (back, lambda: ExclusiveDifferentialAttention(32, 4), "attention_type='diff_xsa': .* has V1 attention")
+            for back in (microsoft_attention_state, phi4flash_attention_state, timm_attention_state)
+        ),
+        (
+            microsoft_attention_state,
+            lambda: AddedDifferentialAttentionV2(32, 4),
+            "attention_type='diff_v2_added': .* is V2",
         ),
     ],
 )

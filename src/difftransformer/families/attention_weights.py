@@ -22,6 +22,8 @@ from ..ops.problem import LOW_PRECISION
 from .conversion import Shape, check_tensors, shapes_of
 
 LayerT = TypeVar("LayerT", bound=Differential)
+# Whose formulas are those of V1 or V2 where their options and layout are; others have the same parameters for another function.
+EXPRESSIBLE = ("diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "diff_gate")
 THE_OTHERS = "the shapes of the others"  # what determines the shapes of an attention without a configuration
 
 
@@ -178,10 +180,12 @@ def refuse_other_than_v1(
 
 
 def refuse_fields(layer: Differential, reason: str, possible: Mapping[str, object], *, qk_norm: bool = False) -> None:
-    """Raise a ConfigError if an option of the layer or a field of its layout has another value than the possible one.
+    """Raise a ConfigError if the layer is of another formula, or an option or a field of its layout has not the possible value.
 
     Queries and keys may have a norm only where `qk_norm` says so.
     """
+    if layer.name not in EXPRESSIBLE:
+        raise ConfigError(f"attention_type={layer.name!r}: {reason}; expected one of {', '.join(EXPRESSIBLE)}")
     if layer.q_norm is not None and not qk_norm:
         raise ConfigError(f"qk_norm=True: {reason}, whose queries and keys have no norm; expected qk_norm=False")
     for field, expected in ({"output_gate": False} | dict(possible)).items():
