@@ -68,6 +68,19 @@ def test_equals_the_equation(chosen, qk_norm):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("need_map", [False, True])
+def test_a_headwise_norm_follows(need_map):
+    layer, plain = layer_of(None, head_norm="plain"), SoftmaxAttention(32, 4, num_key_value_heads=2).double()
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    plain.o_proj.weight.data = torch.eye(32, dtype=torch.float64)
+    torch.nn.init.constant_(layer.dex_lambda, 0.7)
+    heads = plain(hidden_of())[0].unflatten(-1, (4, 8))
+    heads = heads - 0.7 * torch.einsum("bthe,hef->bthf", heads, layer.dex_proj)
+    heads = heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = heads.flatten(2) @ layer.o_proj.weight.T
+    torch.testing.assert_close(layer(hidden_of(), need_map=need_map)[0], expected, rtol=1e-10, atol=1e-12)
+
+
 def test_learns_from_the_first_step():
     """lambda has a gradient where it is 0, and W_D one as soon as lambda has moved."""
     layer = layer_of((1, 3))

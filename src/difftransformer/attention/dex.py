@@ -119,7 +119,7 @@ class DifferentialExtension(SoftmaxAttention):
         return self.dex_lambda
 
     def finish(self, heads_BHTE: Tensor) -> Tensor:
-        """Return O - lambda O W_D for the chosen heads and O for the rest."""
+        """Return O - lambda O W_D for the chosen heads and O for the rest, normalised if there is a headwise norm."""
         lam: Tensor = self.dex_lambda
         proj: Tensor = self.dex_proj
         index, part_BHTE = self.dex_index, heads_BHTE
@@ -131,7 +131,7 @@ class DifferentialExtension(SoftmaxAttention):
             part_BHTE = heads_BHTE.index_select(1, index)
         lam_H11, proj_HEE = lam.view(-1, 1, 1).to(part_BHTE.dtype), proj.to(part_BHTE.dtype)
         part_BHTE = part_BHTE - lam_H11 * (part_BHTE @ proj_HEE)
-        return part_BHTE if index is None else heads_BHTE.index_copy(1, index, part_BHTE)
+        return super().finish(part_BHTE if index is None else heads_BHTE.index_copy(1, index, part_BHTE))
 
 
 def _check_heads(chosen: Sequence[int], heads: int) -> None:

@@ -59,7 +59,7 @@ class NormedAttention(Constants, Attention):
         self, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float | None, restrictions: Restrictions
     ) -> Tensor:
         """Call the op, which normalises the heads in the same pass where it can. Returns (B, H, T, E)."""
-        if self.head_norm is None:
+        if self.head_norm is None or type(self).finish is not NormedAttention.finish:
             return super().attend(query, key, value, lam, restrictions)
         tensors = (query, key, value, lam)
         return self.head_norm(
