@@ -426,6 +426,17 @@ def test_clean_text_at_rates_chosen_on_it(studies):
     assert f"losses are {tried['twin'][0.004]:.3f} at 0.004 and {tried['twin'][0.008]:.3f} at 0.008" in said
 
 
+def test_the_loss_at_the_end_of_a_high_first_loss(studies):
+    said, study = text_of("docs/studies/start-clean-text.md"), studies["start-small-logits"]
+    ends = {}
+    for start in ("fan-in", "fan-in-small"):
+        curves = [run.curves["train_loss_nats"] for arm in ("diff", "twin") for run in study.at(arm, (start,)).values()]
+        assert len(curves) == 24
+        at = [curve.values[curve.steps.index(24)] for curve in curves]
+        ends[start] = f"{min(at):.2f} to {max(at):.2f}"
+    assert f"the training loss is {ends['fan-in']}, and {ends['fan-in-small']} from small first logits" in said
+
+
 def test_mqar_is_learned_or_not(studies):
     evidence = studies["synthetic-laptop"]
     figure, ends = evidence.index.figures[0], {}
