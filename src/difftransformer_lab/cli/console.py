@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -23,7 +23,7 @@ from ..printable import printable, printable_line
 if TYPE_CHECKING:
     from ..table import Table
 
-CELL_PADDING = 2
+CELL_PADDING = 3  # a space on both sides, and one between columns
 WIDTH_WITHOUT_TERMINAL = 10_000  # a file or a pipe has no width: no table is broken there
 
 
@@ -64,12 +64,14 @@ def show_needle_next(*models: str) -> None:
 def show_table(table: "Table") -> None:
     """Print a table. Columns that do not fit follow below it, beside a copy of the first column."""
     rows = table.folded()
-    for number, columns in enumerate(_parts(table, rows)):
+    widths = _widths(table, rows)
+    for number, columns in enumerate(_parts(widths)):
         # Brackets in names are no markup.
         made = RichTable(title=None if number else Text(table.title), title_justify="left", box=SIMPLE_HEAD)
         for column in columns:
             group = table.groups[column]
-            made.add_column(Text(group.title), justify="right" if group.numeric else "left", overflow="fold")
+            side: JustifyMethod = "right" if group.numeric else "left"
+            made.add_column(Text(group.title), justify=side, overflow="fold", width=widths[column])
         for row in rows:
             made.add_row(*(Text(row[column]) for column in columns))
         console.print(made)
@@ -77,13 +79,28 @@ def show_table(table: "Table") -> None:
         console.print(Text(" ".join(table.notes), style="dim italic"))
 
 
-def _parts(table: "Table", rows: list[list[str]]) -> list[list[int]]:
-    """Divide the columns of a table into as many parts as the width of the terminal asks for."""
-    titles = [max(map(len, group.title.split() or [""])) for group in table.groups]
-    widths = [max([title, *(len(row[place]) for row in rows)]) + CELL_PADDING for place, title in enumerate(titles)]
+def _widths(table: "Table", rows: list[list[str]]) -> list[int]:
+    """Return widths of columns with whole titles if these fit, else with titles broken between words, and no number broken."""
+    titles = [group.title for group in table.groups]
+    cells = [max((len(row[place]) for row in rows), default=0) for place in range(len(titles))]
+    whole = [max(width, len(title)) for width, title in zip(cells, titles, strict=True)]
+    if _together(whole) <= console.width:
+        return whole
+    first, *others = (max([width, *map(len, title.split())]) for width, title in zip(cells, titles, strict=True))
+    first = min(first, console.width // 2)
+    left = console.width - _together([first, 0])
+    return [first, *(min(width, left) for width in others)]
+
+
+def _together(widths: list[int]) -> int:
+    return 1 + sum(width + CELL_PADDING for width in widths)
+
+
+def _parts(widths: list[int]) -> list[list[int]]:
+    """Divide columns of these widths into as many parts as the width of the terminal asks for."""
     parts: list[list[int]] = [[0]]
     for column in range(1, len(widths)):
-        if len(parts[-1]) > 1 and sum(widths[place] for place in parts[-1]) + widths[column] > console.width:
+        if len(parts[-1]) > 1 and _together([widths[one] for one in (*parts[-1], column)]) > console.width:
             parts.append([0])
         parts[-1].append(column)
     return parts

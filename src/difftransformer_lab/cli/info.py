@@ -176,13 +176,15 @@ def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> "Table":
     for word in variants():
         with suppress(ConfigError):  # heads that one of them cannot divide leave its column out
             twins[word] = config.twin(word)
-    sizes = [size_rows(twin) for twin in twins.values()]
-    rows = [[label, *(f"{one[label]:,}" for one in sizes)] for label in sizes[0]]
     size = count(config.twin("softmax")).parameters
-    equal = (matching_width(twin, size) for twin in twins.values())
-    rows.append(["FFN width for as many parameters as softmax", *(f"{width:,}" for width in equal)])
-    notes = ["Computed by formula; FLOPs of matrix products."]
-    return Table("sizes", f"{name} ({source})", columns("", *twins), rows, notes)
+    equal = "FFN width of as many parameters as softmax"
+    sizes = {word: size_rows(twin) | {equal: matching_width(twin, size)} for word, twin in twins.items()}
+    first = sizes["softmax"]
+    own = [label for label in first if label == "parameters" or len({one[label] for one in sizes.values()}) > 1]
+    rows = [[word, *(f"{one[label]:,}" for label in own)] for word, one in sizes.items()]
+    shared = ", ".join(f"{label} {first[label]:,}" for label in first if label not in own)
+    notes = [f"The same for all: {shared}.", "Computed by formula; FLOPs of matrix products."]
+    return Table("sizes", f"{name} ({source})", columns("attention type", *own), rows, notes)
 
 
 def _training(recipe: "Recipe", config: "DiffTransformerConfig", processes: int) -> "Table":
