@@ -192,6 +192,16 @@ class TestStart:
                     getattr(layer.self_attn, name).zero_()
             assert layer.self_attn.lam().item() == pytest.approx(value, abs=5e-4)
 
+    @pytest.mark.parametrize("change", ["a layer is removed", "a constant is assigned"])
+    def test_constants_that_a_folder_does_not_hold(self, change, tmp_path):
+        model = tiny(num_hidden_layers=3)
+        if change == "a layer is removed":
+            model.model.layers, model.config.num_hidden_layers = model.model.layers[1:], 2
+        else:
+            model.model.layers[0].self_attn.lambda_value = 0.3
+        with pytest.warns(UserWarning, match=r"layer 0 has lambda_value=0\.3\d*, and the saved folder opens with 0\.2"):
+            model.save_pretrained(tmp_path)
+
     def test_missing_weights_start_anew(self, tmp_path):
         """Only they: a file without lambdas keeps the rest, and draws lambdas rather than leaving memory as it was."""
         model = tiny()

@@ -1,6 +1,7 @@
 """The base class of all models: how transformers initialises them, chooses their attention, saves and pads them."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,27 @@ class DiffTransformerPreTrainedModel(CardedModel):
         self._seed: int | None = None  # of the base model, from which the models around it draw as well
         self._start: Start | None = None
         self.deferred: dict[str, Make] = {}
+
+    def save_pretrained(self, *arguments: Any, **options: Any) -> None:
+        """Save the model, and warn if a layer has other constants than the one at its place gets when the folder is opened."""
+        layers = [module for module in self.modules() if isinstance(module, Attention)]
+        if len(layers) == self.config.num_hidden_layers:
+            self._warn_of_lost_constants(layers)
+        super().save_pretrained(*arguments, **options)
+
+    def _warn_of_lost_constants(self, layers: list[Attention]) -> None:
+        with torch.device("meta"):
+            opened = [self.config.attention.from_config(self.config, index) for index in range(len(layers))]
+        for index, pair in enumerate(zip(layers, opened, strict=True)):
+            now, then = (getattr(layer, "_numbers", {}) for layer in pair)
+            if lost := [name for name in now if now[name] != then.get(name)]:
+                warnings.warn(
+                    f"layer {index} has {lost[0]}={now[lost[0]]}, and the saved folder opens with {then.get(lost[0])}, so "
+                    "that it computes another function: weights do not hold constants; set them in the configuration, and "
+                    "mind that lambda_init depends on a layer's place",
+                    stacklevel=3,
+                )
+                return
 
     def post_init(self) -> None:
         """Finish the initialisation as `PreTrainedModel.post_init` does, with the parameters that stay in fp32."""
