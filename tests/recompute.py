@@ -51,6 +51,24 @@ def setting(index, arm, at):
     return point
 
 
+def chosen_rates(index, folder):
+    """The learning rate of each arm and setting, and the mean of each that was tried, from the runs that choose rates."""
+    runs, found = {}, []
+    for member in index["members"]:
+        if member["is_tuning"]:
+            run = json.loads((folder / member["file"]).read_text("utf-8"))["result"]
+            tried = member["arm"], run["recipe"]["training"]["optimizer"]["learning_rate"]
+            runs.setdefault(tried, []).append((member["point"], figure_value(run, index["figures"][0])[0]))
+    for rate in index["rates"]:
+        means = {
+            value: float(np.mean([figure for point, figure in of if rate["point"].items() <= point.items()]))
+            for (arm, value), of in runs.items() if arm == rate["arm"]
+        }  # fmt: skip
+        best = min if index["figures"][0]["better"] == "lower" else max
+        found.append((best(means, key=means.get), means))
+    return found
+
+
 def flipped(values, centre):
     """Two-sided p-value of the sign-flip test of a centre, over all sign patterns; those of two halves are counted in pairs."""
     differences = np.array(values) - centre
@@ -146,7 +164,7 @@ def recompute(index, folder):
             low, high, p = welch([*samples.values()], [*weights.values()])
         elif contrast["scale"] == "doublings":
             (taken,) = [place for place, weight in weights.items() if weight < 0]
-            gained = gains(runs, taken, there, figure)
+            gained = gains(runs, (index["reference"], taken[1]), there, figure)
             effect, (low, high, p) = effect / float(np.mean(gained)), fieller(values, gained)
         elif len(there) >= 10:
             low, high, p = sign_flip(values)
@@ -157,7 +175,7 @@ def recompute(index, folder):
 
 
 def gains(runs, place, seeds, figure):
-    """What the loss of an arm falls with each doubling of its tokens, from its runs of half of them."""
+    """What the loss of the reference falls with each doubling of its tokens, from its runs of half of them."""
     gained = []
     for seed in seeds:
         full = runs[*place, seed]

@@ -41,24 +41,43 @@ def test_committed_studies(path):
     assert compare(path) > 0 or (path.parent.name, path.stem) in BEGUN
 
 
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_rates_of_committed_studies(path):
+    """Which `recompute` reads in the index; the reported runs have them."""
+    index = json.loads(path.read_text("utf-8"))["result"]
+    for rate, (best, means) in zip(index["rates"], recompute.chosen_rates(index, path.parent), strict=True):
+        assert best == rate["learning_rate"]
+        assert means == pytest.approx(dict(rate["tried"]), rel=1e-9)
+        for member in index["members"]:
+            if (
+                not member["is_tuning"]
+                and member["arm"] == rate["arm"]
+                and rate["point"].items() <= member["point"].items()
+            ):
+                run = json.loads((path.parent / member["file"]).read_text("utf-8"))["result"]
+                assert run["recipe"]["training"]["optimizer"]["learning_rate"] == best
+
+
 def test_doublings(tmp_path):
-    """Which a plan asks for whose runs are not committed."""
+    """Which a plan asks for whose runs are not committed: of the reference, whichever arm is taken away."""
     draw = np.random.default_rng(0)
 
     def make(arm, point, seed):
         loss = 3.0 + 0.1 * (point == ("half",)) - 0.02 * (arm == "diff") + draw.normal(0, 0.01)
         tokens = 3_000_000 if point == ("half",) else 6_000_000
-        return record([LOSS], {LOSS.label: loss}, arm="same", seed=seed, tokens=tokens)
+        return record([LOSS], {LOSS.label: loss}, arm=arm, seed=seed, tokens=tokens)
 
-    terms = [
-        Term(arms=["diff"], weight=1, at={"length": "full"}),
-        Term(arms=["twin"], weight=-1, at={"length": "full"}),
-    ]
-    contrast = Contrast(
-        name="in doublings", figure=LOSS.label, terms=terms, first_seed=0, seeds=12, scale="doublings", smallest=0.15,
-        above="Above.", below="Below.", within="Within.",
-    )  # fmt: skip
+    contrasts = [
+        Contrast(
+            name=f"diff minus {other}, in doublings", figure=LOSS.label, first_seed=0, seeds=12, scale="doublings",
+            terms=[
+                Term(arms=[arm], weight=weight, at={"length": "full"}) for arm, weight in (("diff", 1), (other, -1))
+            ],
+            smallest=0.15, above="Above.", below="Below.", within="Within.",
+        )
+        for other in ("twin", "wide")
+    ]  # fmt: skip
     axis = StudyAxis(name="length", values=["full", "half"], label="length")
-    plan = planned([Question(question="Is it?", contrasts=[contrast])])
-    simulated = study(["diff", "twin"], [LOSS], 12, make, axes=[axis], plan=plan)
-    assert compare(save(simulated, tmp_path)) == 1
+    plan = planned([Question(question=one.name, contrasts=[one]) for one in contrasts])
+    simulated = study(["diff", "wide", "twin"], [LOSS], 12, make, axes=[axis], plan=plan)
+    assert compare(save(simulated, tmp_path)) == 2
