@@ -162,7 +162,7 @@ class Inserted:
         lines = [f"- Command: `{index.command}`"]
         lines += [f"- Records: [{path}](../{path}), {len(index.members)} of {index.planned} runs"]
         if index.plan:
-            plan, why_not = index.plan, one.registration.why_not if one.registration else ""
+            plan, why_not = index.plan, one.why_not_registered
             state = (
                 f"not registered: {why_not}"
                 if why_not

@@ -159,25 +159,6 @@ class Worth:
     time: PairedDifference | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Registration:
-    """Whether a plan was committed before every run that its contrasts use.
-
-    Attributes:
-        why_not: Why it was not, in a sentence, which names the first run that is older; empty if it was.
-    """
-
-    why_not: str = ""
-
-    @property
-    def is_registered(self) -> bool:
-        return not self.why_not
-
-    @property
-    def words(self) -> str:
-        return "registered" if self.is_registered else "planned, not registered"
-
-
 def questions_of(records: Records) -> list[tuple[Question, list[Finding]]]:
     """Return the plan's questions with their tested contrasts; nothing for a study that explores.
 
@@ -199,21 +180,24 @@ def questions_of(records: Records) -> list[tuple[Question, list[Finding]]]:
     return [(question, _in_sequence([tested[one.name] for one in question.contrasts])) for question in plan.questions]
 
 
-def registration(records: Records, tested: list[Finding]) -> Registration:
-    """Return whether the plan was committed before every run of these contrasts began."""
+def why_not_registered(records: Records, tested: list[Finding]) -> str:
+    """Return why the plan was not committed before every run of these contrasts began, in a sentence; empty if it was.
+
+    The sentence names the first run that is older than the plan's commit.
+    """
     plan = records.index.plan
     assert plan is not None
     if not plan.commit or not plan.committed:
-        return Registration(why_not=f"{plan.file} is in no commit with this content.")
+        return f"{plan.file} is in no commit with this content."
     committed = utc(plan.committed)
     runs = dict(pair for one in tested for pair in _used(records, one))
     used = {file: run.start for file, run in runs.items()}
     older = [(began, file) for file, began in used.items() if began <= committed]
     if not older:
-        return Registration()
+        return ""
     began, file = min(older)
     dates = f"{file} began on {date_words(began)} UTC, and the plan's commit is of {date_words(committed)} UTC"
-    return Registration(why_not=f"{dates}; {len(older)} of the {len(used)} runs are older than it.")
+    return f"{dates}; {len(older)} of the {len(used)} runs are older than it."
 
 
 def _in_sequence(tested: list[Finding]) -> list[Finding]:

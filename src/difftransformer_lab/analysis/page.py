@@ -303,7 +303,7 @@ def _recipe_section(study: StudyAnalysis) -> Section:
             break
     notes = [index.command]
     if index.plan:
-        plan, why_not = index.plan, study.registration.why_not if study.registration else ""
+        plan, why_not = index.plan, study.why_not_registered
         notes.append(f"{plan.file}, SHA-256 {plan.sha256}, commit {plan.commit[:12]}, {date_words(plan.committed)}")
         notes += [f"Planned, not registered: {why_not}" if why_not else "Registered: committed before every run."]
         texts.append(("Plan", recipe_text(_set_fields(plan.plan))))

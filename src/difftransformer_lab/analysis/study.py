@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..results import Question
 from .compare import Compared, compare
-from .contrasts import Finding, Registration, Worth, pooled_runs, questions_of, registration, worth_of
+from .contrasts import Finding, Worth, pooled_runs, questions_of, why_not_registered, worth_of
 from .frame import Records, find_studies, read_records
 from .scaling import Scaling, scaling_of
 
@@ -22,7 +22,7 @@ class StudyAnalysis:
     Attributes:
         rows: Every figure of every arm beside the reference, explored and not decided.
         questions: The plan's questions with their contrasts; nothing for a study that explores.
-        registration: Whether the plan was there before the runs; None for a study that explores.
+        why_not_registered: Why the plan was not there before the runs, in a sentence; empty if it was, or there is no plan.
         shared: How many of its runs each other study has too, by the other's slug.
         worths: Differences of losses in tokens, by the name of the contrast, where the reference has runs of another length.
     """
@@ -31,7 +31,7 @@ class StudyAnalysis:
     rows: list[Compared]
     scaling: Scaling | None
     questions: list[tuple[Question, list[Finding]]] = field(default_factory=list)
-    registration: Registration | None = None
+    why_not_registered: str = ""
     shared: dict[str, int] = field(default_factory=dict)
     worths: dict[str, Worth] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ def analyse(records: Records) -> StudyAnalysis:
         rows=compare(records),
         scaling=scaling_of(records) if records.index.analysis == "scaling" else None,
         questions=questions,
-        registration=registration(records, findings) if records.index.plan else None,
+        why_not_registered=why_not_registered(records, findings) if records.index.plan else "",
     )
 
 
