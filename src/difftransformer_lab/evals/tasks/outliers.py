@@ -67,15 +67,6 @@ class Options:
         at_least(self, 0, "seed")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """The number of all values, the largest of them in descending order, and their median."""
-
-    count: int
-    largest: list[float]
-    median: float
-
-
 class OutliersTask(ProbeTask):
     """Rows of text, and the largest values inside the model as it reads them."""
 
@@ -104,11 +95,11 @@ class OutliersTask(ProbeTask):
         others: list[Measurement] = []
         unit = "absolute value"
         for key, name in MEASURED.items():
-            spread = merge([answer[key] for answer in answers], self.options.largest)
-            for rank in ranks(len(spread.largest)):
-                row = single(name, unit, spread.largest[rank - 1], spread.count, {"rank": rank}, "lower")
+            count, largest, median = merge([answer[key] for answer in answers], self.options.largest)
+            for rank in ranks(len(largest)):
+                row = single(name, unit, largest[rank - 1], count, {"rank": rank}, "lower")
                 (first if rank in _PAPER_RANKS else others).append(row)
-            first.append(single(name, unit, spread.median, spread.count, {"rank": "median"}))
+            first.append(single(name, unit, median, count, {"rank": "median"}))
         return Scores(measurements=first + details(others), items=[])
 
 
@@ -118,8 +109,8 @@ def ranks(largest: int) -> list[int]:
     return sorted({rank for rank in rounded if rank < largest} | {largest})
 
 
-def merge(summaries: Sequence[dict[str, Any]], largest: int) -> Spread:
-    """Merge several collections of values.
+def merge(summaries: Sequence[dict[str, Any]], largest: int) -> tuple[int, list[float], float]:
+    """Merge several collections of values: their number, the largest ones in descending order, and the median.
 
     Args:
         summaries: `probes.magnitudes.Magnitude.summary` of each collection.
@@ -132,7 +123,7 @@ def merge(summaries: Sequence[dict[str, Any]], largest: int) -> Spread:
     middle = np.searchsorted(below, [(total - 1) // 2, total // 2], side="right")
     values = (middle.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     top = sorted((value for summary in summaries for value in summary["largest"]), reverse=True)
-    return Spread(count=total, largest=top[:largest], median=float(values.mean()))
+    return total, top[:largest], float(values.mean())
 
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
