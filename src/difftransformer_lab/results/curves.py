@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from difftransformer.errors import ResultsError
-
 SPIKE_WINDOW, SPIKE_RATIO = 100, 3.0
 
 
@@ -17,20 +15,17 @@ class Curve:
     values: list[float]
 
 
-def spikes(values: Sequence[float], *, window: int = SPIKE_WINDOW, ratio: float = SPIKE_RATIO) -> list[int]:
-    """Return the places of the values that exceed `ratio` times the median of the `window` values before them.
+def spikes(values: Sequence[float]) -> list[int]:
+    """Return the places of the values that exceed 3 times the median of the 100 values before them.
 
-    The median follows a level that changes during training and ignores earlier spikes. The first `window` values have too
-    few before them and never count.
+    The median follows a level that changes during training and ignores earlier spikes. The first 100 values have too few
+    before them and never count.
 
     Args:
         values: One value for each step, such as gradient norms before clipping.
-        window: Number of earlier values.
-        ratio: How many times the median a spike is above.
     """
-    if window < 1 or not ratio > 1:
-        raise ResultsError(f"window={window}, ratio={ratio}: give a window of at least 1 and a ratio above 1")
-    return [at for at in range(window, len(values)) if values[at] > ratio * median(values[at - window : at])]
+    medians = ((at, median(values[at - SPIKE_WINDOW : at])) for at in range(SPIKE_WINDOW, len(values)))
+    return [at for at, before in medians if values[at] > SPIKE_RATIO * before]
 
 
 def steps_to(curve: Curve, threshold: float, *, rising: bool) -> float | None:
