@@ -99,7 +99,7 @@ def test_frequencies_of_rotation_in_old_files(size, tmp_path):
         ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / name)
         torch.testing.assert_close(ours(ids_of()).logits, stock(ids_of()).logits, rtol=0, atol=1e-4)
     with WeightsReader(tmp_path / "old") as weights:
-        parts = deferred(stock.config, weights, dtype="fp32")
+        parts = deferred(stock.config, weights)
         parts.fill("cpu")
     assert torch.equal(parts.network(ids_of()).logits, stock(ids_of()).logits)
 

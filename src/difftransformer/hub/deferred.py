@@ -7,19 +7,17 @@ from transformers import AutoModelForCausalLM
 
 from ..errors import CheckpointError, ConfigError
 from ..families.checkpoint_io import WeightsReader
-from ..model.weights import DTYPES, refuse_adapter
+from ..model.weights import refuse_adapter
 from ..train.lora import BASE
 from ..train.parallel import DeferredModel
-from ..typed import WeightsDtype
 
 
-def deferred(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> DeferredModel:
-    """Build a causal language model without weights; each process then reads its share.
+def deferred(config: Any, weights: WeightsReader) -> DeferredModel:
+    """Build a causal language model in fp32 without weights; each process then reads its share.
 
     Args:
         config: Configuration of the model.
         weights: Its weights, by the names of its parameters; open until the model is filled.
-        dtype: Floating-point type of the weights. "auto" keeps the type in which they were saved.
 
     Raises:
         CheckpointError: Weights are missing, or have other names or shapes than the model's parameters.
@@ -30,10 +28,9 @@ def deferred(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> Def
             f"{weights.folder}: quantized weights cannot be read in parts; save the model in bf16 or fp32"
         )
     refuse_adapter(weights.folder, "read in parts")
-    kind = DTYPES[dtype] if dtype != "auto" else config.dtype or torch.float32
     names: dict[str, str] = {}
     model = DeferredModel(
-        lambda: AutoModelForCausalLM.from_config(config, dtype=kind),
+        lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32),
         lambda name, index: weights.read_part(names[name.replace(BASE, "")], index),
     )
     names |= _names(model.network, weights)
@@ -41,7 +38,7 @@ def deferred(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> Def
 
 
 def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
-    """Return the name in the files of every parameter, read the buffers there, and keep in fp32 those that always are.
+    """Return the name in the files of every parameter, and read the buffers there.
 
     Raises:
         CheckpointError: A parameter is missing or of another shape, or a weight belongs to no parameter.
@@ -62,8 +59,4 @@ def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
         buffer.copy_(weights.read(name))
     if unknown := sorted(weights.shapes.keys() - set(names.values()) - tied.keys() - buffers.keys()):
         raise CheckpointError(f"{weights.folder}: unexpected weight {unknown[0]}; save the model again")
-    exact = getattr(network, "_keep_in_fp32_modules_strict", None) or ()
-    for name, parameter in network.named_parameters():
-        if any(part in exact for part in name.split(".")):
-            parameter.data = parameter.data.float()
     return names

@@ -188,7 +188,7 @@ def open_deferred(
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             weights = stack.enter_context(WeightsReader(folder))
             _check_size(config, weights, AutoModelForCausalLM)
-            start = deferred(adapt(config), weights, dtype="fp32")
+            start = deferred(adapt(config), weights)
             if (folder / GENERATION_FILE).is_file():
                 start.network.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         _check_special_tokens(start.network, folder)
