@@ -178,15 +178,10 @@ def errors_only(name: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def is_held_out(name: str, share: float, seed: int) -> bool:
-    """Whether an item of that name is among the expected `share` of all that a hash of (seed, name) splits off.
-
-    An item stays on its side when other items are added, removed or reordered.
-    """
-    return split_hash(name, seed) < share * 2**64
-
-
 def split_hash(name: str, seed: int) -> int:
-    """Return 64 bits of a hash of (seed, name). Items with the lowest ones are held out first."""
+    """Return 64 bits of a hash of (seed, name). Items with the lowest ones are held out first.
+
+    So an item stays on its side when other items are added, removed or reordered.
+    """
     digest = hashlib.blake2b(f"{seed}\0{name}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big")

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from difftransformer.data.records import is_held_out, load_set, read_text
+from difftransformer.data.records import load_set, read_text, split_hash
 from difftransformer.errors import DataError
 from difftransformer.reading import parse_json
 
@@ -124,7 +124,7 @@ def read_labelled_files(train_file: str, test_file: str | None = None, *, seed: 
     else:
         sides: tuple[list[Example], list[Example]] = [], []
         for example in train:
-            sides[is_held_out(example.text, TEST_SHARE, seed)].append(example)
+            sides[split_hash(example.text, seed) < TEST_SHARE * 2**64].append(example)
         train, test = sides
     return LabelledSet(name=name, train=tuple(train), test=tuple(test))
 
