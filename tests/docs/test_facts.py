@@ -206,6 +206,11 @@ LOSSES = {  # contrast: its state, digits, and what pages say of it
         "docs/findings.md": "On clean text V2's loss at 1M is *higher*, by {} {interval}",
         "README.md": "On clean text V2's loss at 1M is *higher*, by {} {interval}",
     }),
+    "DIFF minus Transformer, English prose": ("above", 3, {
+        "docs/findings.md": "DIFF's is *higher*, by {} {interval}, and V2's level",
+        "README.md": "DIFF's is *higher*, by {} {interval}",
+    }),
+    "V2 minus Transformer, English prose": ("within", 3, {}),
     "DIFF minus Transformer, clean text, best rates": ("within", 3, {
         "docs/findings.md": "DIFF's is lower by {} {interval}, which excludes 0.026 and hardly the paper's 0.025",
         "README.md": "DIFF's lower by {} {interval}",
@@ -424,6 +429,12 @@ def test_clean_text_at_rates_chosen_on_it(studies):
     gap = ttest_ind(here, before, equal_var=False).confidence_interval()
     assert f"differ by {fmean(here) - fmean(before):.3f} [{gap.low:.3f}, {gap.high:.3f}] (Welch)" in said
     assert f"losses are {tried['twin'][0.004]:.3f} at 0.004 and {tried['twin'][0.008]:.3f} at 0.008" in said
+
+
+def test_the_losses_of_diff_at_two_rates_on_english_prose(studies):
+    (tried,) = (dict(one.tried) for one in studies["start-english"].index.rates if one.arm == "diff")
+    said = f"DIFF's losses at 0.004 and 0.008 are nearly equal, {tried[0.004]:.3f} and {tried[0.008]:.3f}"
+    assert said in text_of("docs/studies/start-clean-text.md")
 
 
 def test_the_loss_at_the_end_of_a_high_first_loss(studies):
