@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from difftransformer.train import checkpoints
 from difftransformer_lab.cli.members import launch
 from tests.cli.test_interruption import losses, steps_done, wait_until
 from tests.support.checkpoint_tensors import tensors_of
+from tests.support.ports import free_port
 
 PATIENCE_SECONDS = 120
 
@@ -80,10 +80,7 @@ with joined("cpu"):
 @pytest.mark.parametrize("by", ["command", "script"])
 def test_a_killed_launcher_is_not_waited_for(toy_file, tmp_path, by):
     """A process that waits for another, which never comes, at a port where nothing listens."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     command = ["-m", "difftransformer_lab", "train", toy_file, "--out", tmp_path / "run"]
     words = map(str, command if by == "command" else ["-c", SCRIPT])
     options = {"stdout": subprocess.PIPE, "text": True, "env": os.environ | where}

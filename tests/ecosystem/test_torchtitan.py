@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError
 from tests.support import fresh
-from tests.support.parallel_steps import free_port
+from tests.support.ports import free_port
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}

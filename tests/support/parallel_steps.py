@@ -5,7 +5,6 @@ Each variant gets a folder of its own, and continues a run that is already there
 
 import json
 import os
-import socket
 import sys
 import time
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support import fresh
+from tests.support.ports import free_port
 
 HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 4}
 VARIANTS = {
@@ -84,12 +84,6 @@ def start_commands(count, commands):
     """Start `count` processes that run command lines one after the other, and print their exit statuses."""
     ports = [free_port() for _ in commands]
     return _start(count, ports, "run_commands", json.dumps([*zip(ports, commands, strict=True)]))
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def _start(count, ports, function, *arguments):

@@ -1,7 +1,6 @@
 """`transformers serve` in a process of its own, and questions to it."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from contextlib import contextmanager
 
 from transformers import AutoTokenizer
 
+from tests.support.ports import free_port
+
 SERVER_SECONDS = 120
 COMMAND = ("-c", "from transformers.cli.transformers import main; main()")
 
@@ -17,9 +18,7 @@ COMMAND = ("-c", "from transformers.cli.transformers import main; main()")
 @contextmanager
 def serving(folder, environment, *options, command=COMMAND):
     """Serve a folder; the value is ask(place, **question), which returns the first choice of the answer."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", *options]
     log_file, address = folder.with_name("log.txt"), f"http://127.0.0.1:{port}"
     with log_file.open("wb") as log:
