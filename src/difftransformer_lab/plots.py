@@ -283,20 +283,17 @@ def interval(row: Measurement) -> tuple[float, float]:
     return (row.value - error if row.low is None else row.low), (row.value + error if row.high is None else row.high)
 
 
-def curves(
-    results: Sequence[TaskResult], name: str, along: str, *, log: bool = False, **at: Any
-) -> tuple[Figure, Axes]:
-    """Draw a measurement over the place `along`, a line for each model; the bands are `interval`."""
+def curves(results: Sequence[TaskResult], name: str, along: str) -> tuple[Figure, Axes]:
+    """Draw a measurement over the place `along`, on a logarithmic axis; a line for each model, the bands are `interval`."""
     figure, ((ax,),) = panels(3.8)
     for index, result in enumerate(results):
-        rows = sorted(select(result, name, **at), key=lambda row: row.at[along])
+        rows = sorted(select(result, name), key=lambda row: row.at[along])
         x, y = [row.at[along] for row in rows], [row.value for row in rows]
         ax.plot(x, y, **line_style(index), markersize=4, markevery=max(1, len(x) // 20))
         low, high = np.array([interval(row) for row in rows]).reshape(-1, 2).T
         ax.fill_between(x, low, high, color=colour_of(index), alpha=0.18, linewidth=0)
-    if log:
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     legend_above(figure, handles(results))
     return figure, ax
 

@@ -195,7 +195,7 @@ def _fitting(form: PromptForm, draws: Draws, room: int, context_tokens: int, wha
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     """Draw accuracy over the number of demonstrations on a log axis (like arXiv:2410.05258 Figure 6), a line for each model."""
-    figure, ax = curves(results, "accuracy", "demonstrations", log=True)
+    figure, ax = curves(results, "accuracy", "demonstrations")
     counts = sorted({row.at["demonstrations"] for result in results for row in select(result, "accuracy")})
     if counts[0] == 0:  # linear up to the first demonstrations, so that 0 has a place
         ax.set_xscale("symlog", base=2, linthresh=counts[1] if len(counts) > 1 else 1)

@@ -148,7 +148,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     windows, text = " and ".join(sorted({str(result.data.requests) for result in results})), results[0].data.name
     where, bands = f"{windows} windows of {text}", "bands: one standard error"
     if any(select(result, "nll by position") for result in results):
-        figure, ax = curves([_at_middles(result) for result in results], "nll by position", "position", log=True)
+        figure, ax = curves([_at_middles(result) for result in results], "nll by position", "position")
         ax.set_xlabel("position in the context (tokens, logarithmic)")
         ax.set_ylabel("loss (nats/token)")
         caption = (
@@ -156,7 +156,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
             f"{where}: how far a longer context helps; {bands}."
         )
         return "Loss by position in the context", caption, figure
-    figure, ax = curves(results, "cumulative nll", "position", log=True)
+    figure, ax = curves(results, "cumulative nll", "position")
     ax.set_xlabel("position in the window (tokens)")
     ax.set_ylabel("mean loss up to here (nats/token)")
     return "Cumulative loss by position", f"Mean loss of all positions up to each, over {where}; {bands}.", figure
