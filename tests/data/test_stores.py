@@ -213,9 +213,7 @@ READER = """
 @pytest.mark.parametrize("store", ["local"], indirect=True)
 def test_processes_of_a_machine_share_a_copy(stored, tmp_path):
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
-    processes = [fresh.Fresh(READER, stored, **environment) for _ in range(3)]
-    done = [process.finish() for process in processes]
-    assert [one.returncode for one in done] == [0, 0, 0], done
+    done = fresh.finished([fresh.Fresh(READER, stored, **environment) for _ in range(3)])
     assert "".join(one.stdout for one in done).count("copying") == 1
     (folder,) = {one.stdout.splitlines()[-1] for one in done}
     assert folder.startswith(str(tmp_path / "cache"))

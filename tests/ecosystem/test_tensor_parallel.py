@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from tests.support import fresh
+from tests.support.parallel_steps import run_main
 from tests.support.tensor_parallel_steps import CASES, FAMILIES, results, saved
-
-WORLD = 2
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +19,7 @@ def models(tmp_path_factory):
 def two_processes(models, tmp_path_factory):
     """What every case gives, from both processes at once."""
     meeting = tmp_path_factory.mktemp("tensor-parallel") / "meeting"
-    code = "from tests.support import tensor_parallel_steps; tensor_parallel_steps.main()"
-    workers = [
-        fresh.Fresh(
-            code, meeting, models, WORLD_SIZE=str(WORLD), RANK=str(rank), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo"
-        )
-        for rank in range(WORLD)
-    ]
-    done = [worker.finish(timeout=240) for worker in workers]
-    assert [worker.returncode for worker in done] == [0] * WORLD, done[0].stderr + done[1].stderr
+    run_main(2, results.__module__, meeting, models)
     return torch.load(f"{meeting}.results")
 
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError
-from tests.support import fresh
-from tests.support.ports import free_port
+from tests.support.parallel_steps import run_main
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}
@@ -88,12 +87,7 @@ def main():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logits_and_gradients_are_those_of_the_model(ranks):
     pytest.importorskip("torchtitan")
-    code = "from tests.ecosystem.test_torchtitan import main; main()"
-    everywhere = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    everywhere |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    started = [fresh.Fresh(code, RANK=str(rank), LOCAL_RANK=str(rank), **everywhere) for rank in range(ranks)]
-    for done in [process.finish(timeout=300) for process in started]:
-        assert done.returncode == 0, done.stderr
+    for done in run_main(ranks, __name__):
         for logits, gradients, drawn_as_whole in json.loads(done.stdout.splitlines()[-1]).values():
             assert logits < 1e-5
             assert gradients < 1e-4

@@ -266,9 +266,8 @@ def test_a_new_process_knows_the_classes(tmp_path):
         "print(m.DifferentialGlm4ForCausalLM.__name__, m.DifferentialGlm4Config.family, "
         "type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)"
     )
-    done = fresh.run(program, tmp_path / "diff_v2", tmp_path / "pickled")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-3:] == ["DifferentialGlm4ForCausalLM", "glm4", "DifferentialQwen3ForCausalLM"]
+    printed = fresh.run(program, tmp_path / "diff_v2", tmp_path / "pickled")
+    assert printed.split()[-3:] == ["DifferentialGlm4ForCausalLM", "glm4", "DifferentialQwen3ForCausalLM"]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3"])

@@ -36,15 +36,10 @@ print(*(type(x).__name__ for x in (*models, config, made, AutoModel.from_pretrai
 """
 
 
-def printed(ran):
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip()
-
-
 def python(code, *arguments):
     """What the code prints in a new interpreter."""
     words = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    return printed(subprocess.run(words, capture_output=True, text=True, check=False))
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +52,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", ORDERS)
 def test_orders_of_import(name, folder):
     """In a process that knows torch and neither transformers nor this package."""
-    names = printed(fresh.run(f"FOLDER = {str(folder)!r}\n{ORDERS[name]}\n{NAMES}")).splitlines()[-1].split()
+    names = fresh.run(f"FOLDER = {str(folder)!r}\n{ORDERS[name]}\n{NAMES}").splitlines()[-1].split()
     configs = ["DiffTransformerConfig"] * 2
     assert names == ["DiffTransformerForCausalLM"] * 2 + configs + ["DiffTransformerModel"]
 
@@ -86,9 +81,8 @@ def test_names_that_need_less_work_where_less_is_installed(missing):
             print(error)
         """
     )
-    assert "No module named 'transformers'" in (
-        python(code, *missing) if "torch" in missing else printed(fresh.run(code, *missing))
-    )
+    run = python if "torch" in missing else fresh.run
+    assert "No module named 'transformers'" in run(code, *missing)
 
 
 def test_command_line_is_light():

@@ -6,24 +6,17 @@ import math
 import pytest
 import torch
 
-from tests.support import fresh, fsdp_steps
+from tests.support import fsdp_steps
+from tests.support.parallel_steps import run_main
 from tests.support.tiny_models import tiny
-
-WORLD = 2
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     """Results of every case, from both processes at once."""
     meeting = tmp_path_factory.mktemp("fsdp") / "meeting"
-    code = "from tests.support import fresh, fsdp_steps; fsdp_steps.main()"
-    workers = [
-        fresh.Fresh(code, meeting, WORLD_SIZE=str(WORLD), RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
-        for rank in range(WORLD)
-    ]
-    done = [worker.finish(timeout=240) for worker in workers]
-    assert [worker.returncode for worker in done] == [0] * WORLD, done[0].stderr + done[1].stderr
-    return json.loads(done[0].stdout.splitlines()[-1])
+    first, _ = run_main(2, fsdp_steps.__name__, meeting)
+    return json.loads(first.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow

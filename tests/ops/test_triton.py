@@ -110,8 +110,7 @@ for case in (
 @pytest.mark.slow
 def test_nothing_is_read_past_the_end_of_a_tensor():
     """In decoding, forward and backward, with sizes that no tile divides; such a read would end the process."""
-    done = fresh.run(GUARDED)
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["mask by head", "ranges", "documents"]), done.stderr
+    assert fresh.run(GUARDED).splitlines() == ["mask by head", "ranges", "documents"]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 8])
@@ -170,13 +169,11 @@ for has_package in (False, True):
 
 def test_where_it_cannot_run():
     """Without the package, and then with it but without its interpreter."""
-    done = fresh.run(WITHOUT, TRITON_INTERPRET="0")
-    assert done.returncode == 0, done.stderr
-    no_package, no_interpreter = done.stdout.splitlines()[::2]
+    no_package, first, no_interpreter, second = fresh.run(WITHOUT, TRITON_INTERPRET="0").splitlines()
     assert "triton: needs the triton package: pip install 'difftransformer[gpu]'" in no_package
     needed = "(with TRITON_INTERPRET=1 set before Python starts, on the CPU)"
     assert f"triton: runs on CUDA devices, not on cpu {needed}" in no_interpreter
-    assert done.stdout.splitlines()[1::2] == ["torch.Size([1, 1, 4, 8])"] * 2
+    assert first == second == "torch.Size([1, 1, 4, 8])"
 
 
 def test_an_old_gpu_is_refused(monkeypatch):

@@ -82,9 +82,16 @@ class Fresh:
         return subprocess.CompletedProcess([], self.process.exitcode, *texts)
 
 
+def finished(processes, timeout=400):
+    """Wait for processes, of which none may fail; return them with what they printed."""
+    done = [process.finish(timeout) for process in processes]
+    assert not any(process.returncode for process in done), "\n".join(process.stderr for process in done)
+    return done
+
+
 def run(code, *arguments, **environment):
-    """Run `code` as `python -c CODE ARGUMENTS` would; return the process with its status and what it printed."""
-    return Fresh(code, *arguments, **environment).finish()
+    """Run `code`, which may not fail, as `python -c CODE ARGUMENTS` would; return what it printed."""
+    return finished([Fresh(code, *arguments, **environment)])[0].stdout
 
 
 class _Descriptor:

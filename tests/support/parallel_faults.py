@@ -17,12 +17,6 @@ from tests.support import parallel_steps
 SAVED = {"steps": 8, "context_stages": [(0, 32)], "checkpoint_every": 2, "validate_every": 8, "keep_checkpoints": 9}
 
 
-def start(folder, shards):
-    """Start both processes; return them."""
-    code = "from tests.support import parallel_faults; parallel_faults.main()"
-    return parallel_steps.start_code(2, code, folder, shards)
-
-
 def main():
     """Be the process of a rank, and print what the warnings of each scenario said."""
     from difftransformer.train.parallel import joined

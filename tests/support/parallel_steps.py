@@ -75,31 +75,32 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def start(count, folder, shards, steps, **options):
-    """Start `count` processes of a layout; return them."""
-    return _start(count, [free_port()], "main", folder, shards, steps, json.dumps(options))
+def run_layout(count, folder, shards, steps, **options):
+    """Run the variants in `count` processes; return the ended processes."""
+    return run_main(count, __name__, folder, shards, steps, json.dumps(options))
 
 
-def start_commands(count, commands):
-    """Start `count` processes that run command lines one after the other, and print their exit statuses."""
-    ports = [free_port() for _ in commands]
-    return _start(count, ports, "run_commands", json.dumps([*zip(ports, commands, strict=True)]))
+def run_commands(count, commands):
+    """Run command lines one after the other in each of `count` processes, which print their exit statuses; return them."""
+    ports = json.dumps([(free_port(), words) for words in commands])
+    return run_code(count, f"from {__name__} import commands_main; commands_main()", ports)
 
 
-def _start(count, ports, function, *arguments):
-    code = f"from tests.support import parallel_steps; parallel_steps.{function}()"
-    return start_code(count, code, *arguments, port=ports[0])
+def run_main(count, module, *arguments):
+    """Run a module's main() in `count` processes of one mesh, of which none may fail; return the ended processes."""
+    return run_code(count, f"from {module} import main; main()", *arguments)
 
 
-def start_code(count, code, *arguments, port=None):
-    """Start `count` processes of this code; return them."""
-    everywhere = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
+def run_code(count, code, *arguments):
+    """Run code like that."""
+    everywhere = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     everywhere |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return [fresh.Fresh(code, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **everywhere) for rank in range(count)]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return fresh.finished([fresh.Fresh(code, *arguments, **everywhere, **rank) for rank in ranks])
 
 
 def main():
-    """Be the process of a rank of `start`."""
+    """Be the process of a rank of `run_layout`."""
     from difftransformer.train.parallel import joined
 
     torch.set_num_threads(1)
@@ -110,8 +111,8 @@ def main():
     os._exit(0)  # gloo's threads sometimes abort the interpreter's own teardown
 
 
-def run_commands():
-    """Be the process of a rank of `start_commands`."""
+def commands_main():
+    """Be the process of a rank of `run_commands`."""
     from difftransformer_lab.cli.main import main
 
     found = []

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from difftransformer.families import family_config
+from tests.support.parallel_steps import whole
 from tests.support.tiny_models import scramble, tiny, tokens
 
 FOUR = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -63,10 +64,6 @@ def saved(name, folder):
 def fields(name):
     """The configuration of a case."""
     return CASES[name] | {"attention_type": name.partition(",")[0]}
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def results(folder, **options):

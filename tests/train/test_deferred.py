@@ -15,7 +15,7 @@ from difftransformer.train import ParallelConfig, build_model
 from difftransformer.train.parallel import DeferredModel, Mesh
 from difftransformer.train.parallel.mesh import whole
 from difftransformer.typed import build
-from tests.support.parallel_steps import HEADS, VARIANTS, settings, start_code
+from tests.support.parallel_steps import HEADS, VARIANTS, run_code, settings
 from tests.support.peak_memory import LINUX, forget_peak, resident, return_freed_memory
 from tests.support.tiny_models import tiny, tiny_config
 
@@ -124,9 +124,7 @@ def peak_bytes(processes):
 @pytest.mark.skipif(not LINUX, reason="the peak is read from Linux")
 def test_every_process_of_a_mesh_gets_its_part_alone(tmp_path):
     tiny(attention_type="grouped_diff", num_attention_heads=10, head_dim=4).to(torch.bfloat16).save_pretrained(tmp_path)
-    workers = start_code(4, IN_EACH_PROCESS, tmp_path)
-    for done in [worker.finish(timeout=400) for worker in workers]:
-        assert done.returncode == 0, done.stderr
+    for done in run_code(4, IN_EACH_PROCESS, tmp_path):
         found = json.loads(done.stdout)
         read, held, same = found["read"]
         assert same

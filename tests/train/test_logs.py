@@ -226,7 +226,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_large_tensors_reuse_freed_memory():
-    assert int(fresh.Fresh(FAULTS).finish().stdout) < 1000  # of 163,840 pages
+    assert int(fresh.run(FAULTS)) < 1000  # of 163,840 pages
 
 
 def test_lines_of_earlier_releases_are_read(tmp_path):
@@ -403,9 +403,7 @@ def test_two_processes_say_the_same(toy_shards, tmp_path):
     runs["ulysses"], logs = (2, {"context": 2}), {"inside_every": 2}
     for name, (count, layout) in runs.items():
         options = {"layout": layout, "variants": ["diff"], "logs": logs, "context_stages": [[0, 32]]}
-        workers = parallel_steps.start(count, tmp_path / name, toy_shards.folder, 4, **options)
-        done = [worker.finish(timeout=300) for worker in workers]
-        assert [worker.returncode for worker in done] == [0] * count, done[0].stderr
+        parallel_steps.run_layout(count, tmp_path / name, toy_shards.folder, 4, **options)
     expected = list(read_lines(tmp_path / "one" / "diff" / "metrics.jsonl"))
     for name in ("fsdp", "tensor", "ulysses"):
         found = list(read_lines(tmp_path / name / "diff" / "metrics.jsonl"))

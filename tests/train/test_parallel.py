@@ -35,9 +35,7 @@ def train(folder, shards, layout, steps=STEPS, **options):
     if count == 1:
         parallel_steps.run(folder, shards, steps, layout=degrees, processes=ALONE, **options)
         return
-    workers = parallel_steps.start(count, folder, shards, steps, layout=degrees, **options)
-    done = [worker.finish(timeout=400) for worker in workers]
-    assert [worker.returncode for worker in done] == [0] * count, "\n".join(worker.stderr for worker in done)
+    parallel_steps.run_layout(count, folder, shards, steps, layout=degrees, **options)
 
 
 def figures(run):

@@ -14,6 +14,7 @@ from difftransformer.train.checkpoint import file_sum
 from difftransformer.train.parallel import ALONE
 from tests.support import parallel_faults
 from tests.support.checkpoint_tensors import tensors_of
+from tests.support.parallel_steps import run_main
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +23,7 @@ pytestmark = pytest.mark.slow
 def faults(toy_shards, tmp_path_factory):
     """The folder of the scenarios' runs, and what the first process said."""
     folder = tmp_path_factory.mktemp("faults")
-    done = [worker.finish(timeout=400) for worker in parallel_faults.start(folder, toy_shards.folder)]
-    assert [worker.returncode for worker in done] == [0, 0], done[0].stderr + done[1].stderr
+    done = run_main(2, parallel_faults.__name__, folder, toy_shards.folder)
     first, second = (json.loads(worker.stdout.splitlines()[-1]) for worker in done)
     assert not any(said for name, said in second.items() if "raised" not in name)  # one process warns
     return folder, first

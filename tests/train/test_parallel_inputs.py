@@ -82,8 +82,7 @@ def test_one_line_by_one_process(toy, toy_shards, tmp_path):
         commands.append([*commands[0][:4], "--out", str(out), *(word for key in changes for word in ("--set", key))])
     commands.append([*commands[0][:4], "--out", str(tmp_path / "held")])
     with locked(tmp_path / "held"):
-        done = [worker.finish(timeout=150) for worker in parallel_steps.start_commands(2, commands)]
-    assert [worker.returncode for worker in done] == [0, 0], done[0].stderr + done[1].stderr
+        done = parallel_steps.run_commands(2, commands)
     assert [json.loads(worker.stdout.splitlines()[-1]) for worker in done] == [[0] + [2] * (len(commands) - 1)] * 2
     lines = (done[0].stderr + done[1].stderr).splitlines()
     assert len(lines) == len(commands) - 1
