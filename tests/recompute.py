@@ -53,17 +53,17 @@ def setting(index, arm, at):
 
 def chosen_rates(index, folder):
     """The learning rate of each arm and setting, and the mean of each that was tried, from the runs that choose rates."""
-    runs, found = {}, []
+    runs, found = [], []
     for member in index["members"]:
         if member["is_tuning"]:
             run = json.loads((folder / member["file"]).read_text("utf-8"))["result"]
-            tried = member["arm"], run["recipe"]["training"]["optimizer"]["learning_rate"]
-            runs.setdefault(tried, []).append((member["point"], figure_value(run, index["figures"][0])[0]))
+            runs.append((member, run["recipe"]["training"]["optimizer"]["learning_rate"], run))
     for rate in index["rates"]:
-        means = {
-            value: float(np.mean([figure for point, figure in of if rate["point"].items() <= point.items()]))
-            for (arm, value), of in runs.items() if arm == rate["arm"]
-        }  # fmt: skip
+        tried = {}
+        for member, value, run in runs:
+            if member["arm"] == rate["arm"] and rate["point"].items() <= member["point"].items():
+                tried.setdefault(value, []).append(figure_value(run, index["figures"][0])[0])
+        means = {value: float(np.mean(figures)) for value, figures in tried.items()}
         best = min if index["figures"][0]["better"] == "lower" else max
         found.append((best(means, key=means.get), means))
     return found

@@ -1,7 +1,7 @@
 """What pages say of the demo, of recipes, of studies and of reports is what the recipes, the records and the code say."""
 
 import re
-from math import inf
+from math import exp, inf
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -256,7 +256,7 @@ def test_what_the_normal_start_costs_at_3m(studies):
 
 
 def test_recall_among_noise(studies):
-    evidence, page = studies["noise-laptop"], text_of("docs/findings.md")
+    evidence, page = studies["noise-laptop"], text_of("docs/studies/noise.md")
 
     def steps(arm, share):
         curves = [run.curves["validation_accuracy"] for run in evidence.at(arm, (share,)).values()]
@@ -273,9 +273,39 @@ def test_recall_among_noise(studies):
     diff, v2, wide, twin = (20 - steps(arm, "0.6").count(inf) for arm in ("diff", "v2", "wide", "twin"))
     assert diff == 20
     said = (
-        f"all 20 DIFF runs reach 90 % right answers in 1,200 steps, {v2} of V2's, {wide} of wide heads' and {twin} of"
+        f"All 20 DIFF runs reach 90 % right answers in 1,200 steps, {v2} of V2's, {wide} of wide heads' and {twin} of"
     )
     assert said in page
+
+
+def test_what_makes_recall_come_soon(studies, found):
+    evidence, page = studies["recall-laptop"], text_of("docs/studies/recall.md")
+    curves = {
+        arm: [run.curves["validation_accuracy"] for run in evidence.at(arm, ("0.6",)).values()]
+        for arm in ("diff", "wide-norm", "no-norm", "wide")
+    }
+    first = {
+        arm: [min((s for s, v in zip(one.steps, one.values, strict=True) if v >= 0.9), default=inf) for one in runs]
+        for arm, runs in curves.items()
+    }
+    diff, norm, bare, wide = (20 - steps.count(inf) for steps in first.values())
+    said = f"In 1,200 steps {diff} of 20 runs of DIFF get there, {norm} of wide heads with the norm, {bare} of DIFF"
+    assert f"{said} without norm and {wide} of wide heads, half of the first two within 175 steps" in page
+    assert max(median(first["diff"]), median(first["wide-norm"])) == 175
+    assert (
+        f"{norm} of 20 runs of wide heads and {diff} of DIFF in 1,200 steps; without it {wide} and {bare}"
+        in text_of("docs/findings.md")
+    )
+    norm, subtraction = (
+        next(f.difference for one in found for f in one.findings if f.contrast.name == name)
+        for name in ("norm, at 0.6 noise", "subtraction, at 0.6 noise")
+    )
+    sooner = f"{exp(-norm.mean):.1f} [{exp(-norm.high):.1f}, {exp(-norm.low):.1f}] times as soon"
+    steps = f"{exp(subtraction.mean):.2f} [{exp(subtraction.low):.2f}, {exp(subtraction.high):.2f}]"
+    assert f"beyond that by {exp(-0.223) - exp(subtraction.low):.3f}" in page
+    for path in ("README.md", "docs/findings.md", "docs/studies/recall.md"):
+        assert sooner in text_of(path)
+        assert steps in text_of(path)
 
 
 def test_the_operations_of_the_controls_at_equal_parameters():
