@@ -23,7 +23,8 @@ OUTCOMES = ("passed", "skipped", "failed")  # from best to worst
 with Path(layout.__file__).with_name("exceptions.csv").open(encoding="utf-8", newline="") as table:
     ROWS = {(row["attention_type"], row["test"]): row["reason"] for row in csv.DictReader(table)}
 FAMILIES = ("qwen3", "gemma3_text", "phi3")
-COMPOSED = {"softmax_norm", "gate", "diff_xsa", "diff_gate", "diff_v2_added"}  # of parts that other types here have
+# Of parts that other types here have; dex and xsa extend softmax.
+COMPOSED = {"softmax", "softmax_norm", "gate", "diff_xsa", "diff_gate", "diff_v2_added"}
 ORIGINALS = dict.fromkeys([name for name in VARIANTS if name not in COMPOSED], "llama")
 ORIGINALS |= {f"differential_{name}": name for name in FAMILIES}
 FEWEST_PASSED = 119  # by each model; a suite that is skipped as a whole shows nothing
