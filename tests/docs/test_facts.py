@@ -273,7 +273,7 @@ def test_recall_among_noise(studies):
     diff, v2, wide, twin = (20 - steps(arm, "0.6").count(inf) for arm in ("diff", "v2", "wide", "twin"))
     assert diff == 20
     said = (
-        f"All 20 DIFF runs reach 90 % right answers in 1,200 steps, {v2} of V2's, {wide} of wide heads' and {twin} of"
+        f"all 20 DIFF runs reach 90 % right answers in 1,200 steps, {v2} of V2's, {wide} of wide heads' and {twin} of"
     )
     assert said in page
 
@@ -291,6 +291,9 @@ def test_what_makes_recall_come_soon(studies, found):
     diff, norm, bare, wide = (20 - steps.count(inf) for steps in first.values())
     said = f"In 1,200 steps {diff} of 20 runs of DIFF get there, {norm} of wide heads with the norm, {bare} of DIFF"
     assert f"{said} without norm and {wide} of wide heads, half of the first two within 175 steps" in page
+    never = {arm: steps.count(inf) for arm, steps in first.items()}
+    without, with_norm = never["no-norm"] + never["wide"], never["diff"] + never["wide-norm"]
+    assert f"{without} of 40 runs without the norm count with 1,200 and {with_norm} of 40 with it" in page
     assert max(median(first["diff"]), median(first["wide-norm"])) == 175
     assert (
         f"{norm} of 20 runs of wide heads and {diff} of DIFF in 1,200 steps; without it {wide} and {bare}"

@@ -87,12 +87,12 @@ def run_commands(count, commands):
 
 
 def run_main(count, module, *arguments):
-    """Run a module's main() in `count` processes of one mesh, of which none may fail; return the ended processes."""
+    """Run a module's main() by `run_code`."""
     return run_code(count, f"from {module} import main; main()", *arguments)
 
 
 def run_code(count, code, *arguments):
-    """Run code like that."""
+    """Run code in `count` processes of one mesh, of which none may fail; return the ended processes."""
     everywhere = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     everywhere |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

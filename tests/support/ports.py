@@ -6,7 +6,7 @@ import socket
 
 
 def free_port():
-    """Return a free port of those that no system gives to outgoing connections, so that it stays free until it is used."""
+    """Return a port that stays free until it is used: Linux, macOS and Windows give none of these to outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as free, contextlib.suppress(OSError):
