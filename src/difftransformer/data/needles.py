@@ -10,14 +10,13 @@ same sentences:
     The special magic Lisbon number is:            <- an evaluation prompt ends here; a training row continues
 
 Questions are completions, because a base model has no chat format. Training rows ask for several needles, which teaches
-retrieval in far fewer steps than one question per row. An eighth of all numbers is reserved for evaluation and never occurs in
-training needles. Evaluation can use cities that training never names.
+retrieval in far fewer steps than one question per row. City and number are drawn anew for every document, so what training
+documents say tells nothing of others. Evaluation can use cities that training never names.
 
 Documents are assembled from token pieces, which are encoded once per city. They equal the tokenizer's encoding of the whole
 text around a needle. If a needle has no line end nearby, a corpus token is replaced by one.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -48,7 +47,6 @@ CITIES_UNSEEN = (
 # Needles move to a line end within this distance. Farther from one, the token at the drawn place becomes a line end.
 _NEAR_TOKENS = 16
 _NEAR_SHARE = 1 / 64
-_RESERVED_OF = 8
 # With fewer digits nearly every number occurs in ordinary text, so the filler cannot be free of the needles' numbers.
 _FEWEST_ABSENT_DIGITS = 3
 
@@ -79,12 +77,9 @@ def answer_tokens(digits: int) -> int:
     return digits + 2
 
 
-def draw_number(rng: np.random.Generator, digits: int, *, reserved: bool) -> str:
-    """Draw a random number, which may begin with zeros: one reserved for evaluation (see `is_reserved`), or another one."""
-    while True:
-        number = int(rng.integers(10**digits))
-        if is_reserved(digits, number) == reserved:
-            return f"{number:0{digits}d}"
+def draw_number(rng: np.random.Generator, digits: int) -> str:
+    """Draw a random number, which may begin with zeros."""
+    return f"{int(rng.integers(10**digits)):0{digits}d}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +147,7 @@ def training_document(
     """Draw a training row: filler with needles at random places, followed by questions with their answers.
 
     The number of needles is uniform in the range of `mix`, as far as they fit with as many questions. Their cities are
-    distinct and their numbers are not reserved for evaluation. The number of questions is uniform from 1, and each asks for
-    a needle drawn independently.
+    distinct. The number of questions is uniform from 1, and each asks for a needle drawn independently.
 
     Args:
         rng: Source of all random draws.
@@ -173,8 +167,7 @@ def training_document(
     wording = TERSE[int(rng.integers(len(TERSE)))] if rng.random() < mix.terse else FULL
     chosen = rng.permutation(len(CITIES_SEEN))[: mix.max_needles].tolist()
     sentences = [
-        pieces.stub(CITIES_SEEN[index], wording)
-        + pieces.answer(draw_number(rng, mix.digits, reserved=False), space=wording.space)
+        pieces.stub(CITIES_SEEN[index], wording) + pieces.answer(draw_number(rng, mix.digits), space=wording.space)
         for index in chosen
     ]
     longest = max(map(len, sentences))
@@ -216,7 +209,7 @@ def evaluation_document(
     digits: int,
     cities: Sequence[str] = CITIES_SEEN,
 ) -> NeedleQuestion:
-    """Draw an evaluation document: filler with needles of reserved numbers, and one prompt for each needle asked for.
+    """Draw an evaluation document: filler with needles, and one prompt for each needle asked for.
 
     The first prompt's needle starts at `depth` of the context, exactly so at depths 0 and 1 and otherwise at the nearest line
     end. The other needles are at random places. All prompts have length_tokens minus the space for the answer tokens, so
@@ -234,7 +227,7 @@ def evaluation_document(
         cities: Names to draw from.
 
     Raises:
-        ConfigError: A count, `depth` or `digits` is out of range, or there are too few reserved numbers.
+        ConfigError: A count, `depth` or `digits` is out of range, or there are more needles than numbers.
         DataError: The document does not fit even without filler, or there is no corpus text.
     """
     absent = asked == 0
@@ -243,8 +236,8 @@ def evaluation_document(
         raise ConfigError(f"depth is {depth}; it must lie between 0 (start) and 1 (end of the context)")
     if asked > needles:
         raise ConfigError(f"asked is {asked} of {needles} needles; ask for at most as many as there are")
-    if needles > (unseen := _reserved_count(digits)):
-        raise ConfigError(f"{needles} needles of {digits} digits: only {unseen} are kept for evaluation; add digits")
+    if needles > 10**digits:
+        raise ConfigError(f"{needles} needles of {digits} digits: there are {10**digits} numbers; add digits")
     pieces = _pieces(tokenizer)
     names = [cities[index] for index in rng.permutation(len(cities))[: needles + absent].tolist()]
     named = names[needles:] if absent else names[:asked]
@@ -297,7 +290,7 @@ def needle_questions(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Draw held-out questions as they are asked during training, one for each needle of each document.
 
-    Documents have `max_needles` needles, or as many as fit, at random places. Cities occur in training, numbers don't.
+    Documents have `max_needles` needles, or as many as fit, at random places. Cities and numbers occur in training.
 
     Args:
         tokenizer, filler_tokens: See `evaluation_document`.
@@ -312,7 +305,7 @@ def needle_questions(
         DataError: See `evaluation_document`.
     """
     rng = np.random.default_rng(0)
-    needles = min(mix.max_needles, _reserved_count(mix.digits))
+    needles = min(mix.max_needles, 10**mix.digits)
     sizes = {"asks": 1, "digits": mix.digits, "cities": CITIES_SEEN}
     while needles > 1 and needle_document_tokens(tokenizer, needles=needles, **sizes) > context_tokens:  # type: ignore[arg-type]
         needles -= 1
@@ -464,22 +457,10 @@ def _insert(
     return row + text[taken:], spans
 
 
-def is_reserved(digits: int, number: int) -> bool:
-    """Whether a number is reserved for evaluation. Its hash selects about one in eight."""
-    return hashlib.blake2b(b"%d:%d" % (digits, number), digest_size=1).digest()[0] % _RESERVED_OF == 0
-
-
-@lru_cache(maxsize=16)
-def _reserved_count(digits: int) -> int:
-    if digits > 3:
-        return 10**digits // (_RESERVED_OF * 2)  # far more than there are cities; counting would take long
-    return sum(is_reserved(digits, number) for number in range(10**digits))
-
-
 def _distinct_numbers(rng: np.random.Generator, digits: int, count: int) -> list[str]:
     numbers: dict[str, None] = {}
     while len(numbers) < count:
-        numbers[draw_number(rng, digits, reserved=True)] = None
+        numbers[draw_number(rng, digits)] = None
     return list(numbers)
 
 
