@@ -131,7 +131,7 @@ def test_the_source_archive_alone_installs_and_works(tmp_path):
     assert needed - installed == set()
     command = python.parent / "difftransformer"
     assert "525,056 parameters" in run(command, "train", "demo", "--dry-run", cwd=tmp_path)
-    run(command, "report", ROOT / "docs" / "results" / "retrieval.json", "--out", tmp_path / "page", cwd=tmp_path)
+    run(command, "report", ROOT / "docs" / "results" / "demo.json", "--out", tmp_path / "page", cwd=tmp_path)
     assert "<svg" in (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
 
 
