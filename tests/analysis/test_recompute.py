@@ -14,7 +14,7 @@ COMMITTED = sorted(
     path for path in recompute.STUDIES.glob("*/*.json") if json.loads(path.read_text("utf-8"))["result"].get("plan")
 )
 
-BEGUN = {("recall", "laptop")}
+BEGUN = {("lookup", "laptop")}
 """Studies of which no contrast has all of its seeds yet."""
 
 
