@@ -196,15 +196,15 @@ LOSSES = {  # contrast: its state, digits, and what pages say of it
     }),
     "V2 minus Transformer, each at its best": ("below", 3, {
         "docs/findings.md": "lower than the Transformer's, at 1M parameters by {} nats a token",
-        "README.md": "DIFF V2's loss is lower by {} nats a token at 1M",
+        "README.md": "and V2's lower by {} and ",
     }),
     "V2 minus Transformer, each at its best, 3M": ("below", 3, {
         "docs/findings.md": "and at 3M, after 0.4 tokens a parameter, by {} ([plan]",
-        "README.md": "and by {} at 3M, before its longer step is counted",
+        "README.md": " and {}, before its longer step is counted",
     }),
     "V2 minus Transformer, clean text, best rates": ("above", 3, {
         "docs/findings.md": "On clean text V2's loss at 1M is *higher*, by {} {interval}",
-        "README.md": "On clean text V2's loss at 1M is *higher*, by {} {interval}",
+        "README.md": "at 1M V2's is *higher*, by {} {interval}",
     }),
     "DIFF minus Transformer, English prose": ("above", 3, {
         "docs/findings.md": "DIFF's is *higher*, by {} {interval}, and V2's level",
