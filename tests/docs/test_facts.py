@@ -204,7 +204,7 @@ LOSSES = {  # contrast: its state, digits, and what pages say of it
     }),
     "V2 minus Transformer, clean text, best rates": ("above", 3, {
         "docs/findings.md": "On clean text V2's loss at 1M is *higher*, by {} {interval}",
-        "README.md": "at 1M V2's is *higher*, by {} {interval}",
+        "README.md": "On [clean text](docs/studies/start-clean-text.md) at 1M V2's is *higher*, by {} {interval}",
     }),
     "DIFF minus Transformer, English prose": ("above", 3, {
         "docs/findings.md": "DIFF's is *higher*, by {} {interval}, and V2's level",
