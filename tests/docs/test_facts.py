@@ -478,6 +478,34 @@ def test_how_far_the_losses_of_parts_spread(studies):
     assert f"lie between {min(half['twin'].values()):.2f} and {max(half['twin'].values()):.2f}" in said
 
 
+def test_which_runs_of_lookup_look_up(studies):
+    evidence = studies["lookup-laptop"]
+    page = text_of("docs/studies/lookup.md")
+    ends, late = {}, {}
+    for arm in ("diff", "twin"):
+        runs = [evidence.ended(arm, ())[seed] for seed in range(6000, 6016)]
+        among4 = [
+            figure.value
+            for run in runs
+            for figure in run.figures
+            if (figure.task, figure.name, figure.at.get("needles")) == ("needle", "lookup", 4)
+        ]
+        ends[arm] = sorted(one for one in among4 if one > 0.5)
+        assert all(abs(one) < 0.1 for one in among4 if one <= 0.5)
+        late[arm] = sum(max(run.curves["validation_accuracy"].values) < 0.9 for run in runs)
+    counts = [len(found) for found in ends.values()]
+    ranges = [f"{found[0]:.2f} to {found[-1]:.2f}" for found in ends.values()]
+    assert (
+        "Of 16 runs each, {} of DIFF and {} of the Transformer look up, with {} and {}".format(*counts, *ranges) in page
+    )
+    assert list(late.values()) == [16 - count for count in counts] == [4, 1]
+    assert "counts with 2,000: four of DIFF and one of the Transformer" in page
+    peaks = [
+        fmean(figure_by_seed(studies, "lookup-laptop", "hidden states", arm, ()).values()) for arm in ("diff", "twin")
+    ]
+    assert f"the largest hidden state of DIFF is {peaks[0] / peaks[1]:.2f} of the Transformer's" in page
+
+
 def test_the_losses_of_diff_at_two_rates_on_english_prose(studies):
     (tried,) = (dict(one.tried) for one in studies["start-english"].index.rates if one.arm == "diff")
     said = f"DIFF's losses at 0.004 and 0.008 are nearly equal, {tried[0.004]:.3f} and {tried[0.008]:.3f}"

@@ -2,8 +2,8 @@
 
 A contrast is tested only once all of its seeds are there, and only if every contrast before it in its question was decided. Of
 paired values, 10 or more are decided by the sign-flip test and fewer by Student's t; `test: welch` takes Welch's. Below
-`FEWEST_SEEDS` nothing is decided. Contrasts that a plan names under `holm` have p-values corrected for their number, where
-those that are not there yet count as 1.
+`FEWEST_SEEDS` nothing is decided. Contrasts that a plan names under `holm` wait for no other. Their p-values are corrected for
+their number, where those that are not there yet count as 1.
 
 A question's first contrast errs in at most 5 % of studies. So does a whole sequence, as long as only lying above or below
 opens the way to the next contrast: of an effect that is not there, the way is opened in 5 % of studies. Where a contrast was
@@ -177,7 +177,10 @@ def questions_of(records: Records) -> list[tuple[Question, list[Finding]]]:
         if one.difference is not None:
             difference = replace(one.difference, p_holm=p_holm, comparisons=len(together))
             tested[one.contrast.name] = replace(one, difference=difference)
-    return [(question, _in_sequence([tested[one.name] for one in question.contrasts])) for question in plan.questions]
+    return [
+        (question, _in_sequence([tested[one.name] for one in question.contrasts], plan.holm))
+        for question in plan.questions
+    ]
 
 
 def why_not_registered(records: Records, tested: list[Finding]) -> str:
@@ -200,12 +203,13 @@ def why_not_registered(records: Records, tested: list[Finding]) -> str:
     return f"{dates}; {len(older)} of the {len(used)} runs are older than it."
 
 
-def _in_sequence(tested: list[Finding]) -> list[Finding]:
+def _in_sequence(tested: list[Finding], together: list[str]) -> list[Finding]:
     findings, is_open = [], True
     for one in tested:
         if one.difference is not None:
-            one = replace(one, state=_state(one.contrast, one.difference) if is_open else "not tested")
-        is_open = one.state in DECIDED  # and so were those before it
+            is_tested = is_open or one.contrast.name in together
+            one = replace(one, state=_state(one.contrast, one.difference) if is_tested else "not tested")
+        is_open = is_open and one.state in DECIDED
         findings.append(one)
     return findings
 

@@ -52,6 +52,10 @@ RULES = (
     "interval of the test. Above and below: the interval lies on that side of zero, or of the margin. Within: it lies inside "
     "of \u00b1 the smallest effect that matters. Open: none of these."
 )
+HOLM = (
+    "p of {count} contrasts is corrected by Holm's rule, where those without all seeds count as 1; they wait for no other one. "
+    "Brackets are not corrected."
+)
 TOKENS = (
     "In tokens: the change of the tokens with which the reference has the same loss, with Fieller's interval; at equal time "
     "with the measured times of a step."
@@ -106,7 +110,11 @@ def findings_table(study: StudyAnalysis) -> Table:
         *(Group(title, ("mean", "low", "high"), "interval") for title in in_tokens),
         *names("state", "meaning"),
     )
-    return Table("findings", "Contrasts of the plan", groups, rows, [RULES, *([TOKENS] if study.worths else [])])
+    plan = study.records.index.plan
+    together = [HOLM.format(count=len(plan.plan.holm))] if plan and plan.plan.holm else []
+    return Table(
+        "findings", "Contrasts of the plan", groups, rows, [RULES, *together, *([TOKENS] if study.worths else [])]
+    )
 
 
 def brief_table(study: StudyAnalysis) -> Table:

@@ -2,8 +2,8 @@
 
 A plan answers questions. Each question has a sequence of contrasts, the primary one first. A contrast is tested
 at 0.05 if all contrasts before it in its question were decided: to lie above, below, or within. Questions do not wait for each
-other, and contrasts that a plan names under `holm` are tested together at 0.05. `analysis/contrasts.py` holds the rules, and
-what they say about errors.
+other. Contrasts that a plan names under `holm` are tested together at 0.05, and wait for none either. `analysis/contrasts.py`
+holds the rules, and what they say about errors.
 """
 
 from dataclasses import dataclass, field
