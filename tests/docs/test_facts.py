@@ -499,6 +499,8 @@ def test_which_runs_of_lookup_look_up(studies):
         "Of 16 runs each, {} of DIFF and {} of the Transformer look up, with {} and {}".format(*counts, *ranges) in page
     )
     assert list(late.values()) == [16 - count for count in counts] == [4, 1]
+    assert "{} of 16 DIFF runs and {} of".format(*counts) in text_of("README.md")
+    assert "{} of 16 DIFF runs and {} of 16".format(*counts) in text_of("docs/findings.md")
     assert "counts with 2,000: four of DIFF and one of the Transformer" in page
     peaks = [
         fmean(figure_by_seed(studies, "lookup-laptop", "hidden states", arm, ()).values()) for arm in ("diff", "twin")
