@@ -131,8 +131,10 @@ def test_what_was_retrieved_is_mostly_some_number_of_the_context(studies):
     ]
     assert p[0] < 0.001
     assert f"4 and 1 (p {p[1]:.2f})" in evidence.index.correction.why
-    for page in ("README.md", "docs/findings.md"):
-        assert "18 of 20 DIFF runs" in text_of(page)
+    assert (
+        "18 of 20 DIFF runs name some number of the context, 4 of 20 Transformer runs"
+        in evidence.index.correction.stands
+    )
 
 
 def test_log_odds_of_the_lead_among_noise(studies):
@@ -479,33 +481,50 @@ def test_how_far_the_losses_of_parts_spread(studies):
 
 
 def test_which_runs_of_lookup_look_up(studies):
-    evidence = studies["lookup-laptop"]
+    evidence, seeds = studies["lookup-laptop"], range(6000, 6016)
     page = text_of("docs/studies/lookup.md")
-    ends, late = {}, {}
-    for arm in ("diff", "twin"):
-        runs = [evidence.ended(arm, ())[seed] for seed in range(6000, 6016)]
+    ends, late = {}, []
+    for arm in ("diff", "twin", "wide-norm"):
+        runs = [evidence.ended(arm, ())[seed] for seed in seeds]
         among4 = [
             figure.value
             for run in runs
             for figure in run.figures
             if (figure.task, figure.name, figure.at.get("needles")) == ("needle", "lookup", 4)
         ]
-        ends[arm] = sorted(one for one in among4 if one > 0.5)
         assert all(abs(one) < 0.1 for one in among4 if one <= 0.5)
-        late[arm] = sum(max(run.curves["validation_accuracy"].values) < 0.9 for run in runs)
+        ends[arm] = sorted(one for one in among4 if one > 0.5)
+        late.append(sum(max(run.curves["validation_accuracy"].values) < 0.9 for run in runs))
     counts = [len(found) for found in ends.values()]
+    assert counts == [12, 15, 15]
+    assert late == [4, 1, 1]
     ranges = [f"{found[0]:.2f} to {found[-1]:.2f}" for found in ends.values()]
-    assert (
-        "Of 16 runs each, {} of DIFF and {} of the Transformer look up, with {} and {}".format(*counts, *ranges) in page
-    )
-    assert list(late.values()) == [16 - count for count in counts] == [4, 1]
-    assert "{} of 16 DIFF runs and {} of".format(*counts) in text_of("README.md")
-    assert "{} of 16 DIFF runs and {} of 16".format(*counts) in text_of("docs/findings.md")
-    assert "counts with 2,000: four of DIFF and one of the Transformer" in page
+    assert "12 of DIFF, 15 of the Transformer and 15 of wide heads with the norm look up" in page
+    assert "with {}, {} and {}; the other six".format(*ranges) in page
+    assert "four of DIFF and one of the Transformer and of wide heads each" in page
+    assert "12 of 16 DIFF runs and 15 of the twin's" in text_of("README.md")
+    assert "12 of 16 DIFF runs look up, and 15 of 16 Transformers" in text_of("docs/findings.md")
     peaks = [
         fmean(figure_by_seed(studies, "lookup-laptop", "hidden states", arm, ()).values()) for arm in ("diff", "twin")
     ]
     assert f"the largest hidden state of DIFF is {peaks[0] / peaks[1]:.2f} of the Transformer's" in page
+
+
+def test_what_the_second_map_does_to_lookup(found):
+    (study,) = (one for one in found if one.records.slug == "lookup-laptop")
+    of = {one.contrast.name: one for one in study.findings}
+    steps, share = (of[f"DIFF minus wide heads + norm, {what}"] for what in ("steps", "lookup among 4"))
+    low, high = steps.low, steps.high
+    times = f"{exp(steps.effect):.2f} [{exp(low):.2f}, {exp(high):.2f}] times as many steps"
+    for page in ("README.md", "docs/findings.md", "docs/studies/lookup.md"):
+        assert times in text_of(page)
+    for page in ("docs/findings.md", "docs/studies/lookup.md"):
+        assert f"by {-share.effect:.2f}" in text_of(page)
+    far = [one for one in share.values.values() if one < -0.5]
+    said = text_of("docs/studies/lookup.md")
+    assert len(far) == 3
+    assert f"makes {-sum(far) / 16:.2f} of the {-share.effect:.2f}" in said
+    assert f"more of them on {steps.same_direction} of 16 seeds" in said
 
 
 def test_the_losses_of_diff_at_two_rates_on_english_prose(studies):
