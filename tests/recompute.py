@@ -3,9 +3,11 @@
     python tests/recompute.py [FOLDER]    # docs/results/studies; prints a line for each contrast
 
 Each method is another than the package's where there is one: sign-flip tests flip the signs, their intervals are found by
-bisection of the same test, and Fieller's bounds where Student's t of a - r b reaches its quantile.
+bisection of the same test, Fieller's bounds are where Student's t of a - r b reaches its quantile, and Holm's correction is the
+closed test that it stands for.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -127,8 +129,54 @@ def fieller(a, b):
     return middle - ends[0], middle + ends[1], stats.ttest_1samp(a, 0).pvalue
 
 
+@dataclasses.dataclass
+class Outcome:
+    seeds: int
+    effect: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    state: str = "incomplete"
+
+
 def recompute(index, folder):
-    """{contrast: (number of its seeds that are there, effect, low, high, p)} of a study's index, read beside it."""
+    """The outcome of each contrast of a study's index, by its name, from the runs beside it. `p` is after Holm's correction."""
+    found, plan = tested_alone(index, folder), index["plan"]["plan"]
+    together = {name: 1.0 if found[name].p is None else found[name].p for name in plan["holm"]}
+    for name in together:
+        if found[name].p is not None:
+            found[name].p = closed_test(name, together)
+    for question in plan["questions"]:
+        way_is_open = True
+        for contrast in question["contrasts"]:
+            one = found[contrast["name"]]
+            if one.effect is not None:
+                one.state = state(contrast, one) if way_is_open or contrast["name"] in together else "not tested"
+            way_is_open = way_is_open and one.state in ("above", "below", "within")
+    return found
+
+
+def closed_test(name, p_values):
+    """Holm's corrected p-value as the closed test that it is: the largest of Bonferroni's, over all sets with this contrast."""
+    others = [other for other in p_values if other != name]
+    sets = itertools.chain.from_iterable(itertools.combinations(others, size) for size in range(len(p_values)))
+    return max(min(1.0, (len(some) + 1) * min(p_values[one] for one in (name, *some))) for some in sets)
+
+
+def state(contrast, one):
+    margin, smallest = contrast["margin"], contrast["smallest"]
+    if contrast["seeds"] < 5:
+        return "too few seeds"
+    nearest = min(abs(one.low), abs(one.high))
+    if one.low * one.high > 0 and (nearest > margin if margin else one.p <= 0.05):
+        return "above" if one.low > 0 else "below"
+    if smallest is not None and max(abs(one.low), abs(one.high)) < smallest:
+        return "within"
+    return "open"
+
+
+def tested_alone(index, folder):
+    """Each contrast as if it were the only one: `p` is not corrected, and nothing has a state yet."""
     runs = {}
     for member in index["members"]:
         path = folder / member["file"]
@@ -148,7 +196,7 @@ def recompute(index, folder):
         seeds = range(first, first + contrast["seeds"])
         there = [seed for seed in seeds if all((*place, seed) in runs for place in weights)]
         if len(there) < contrast["seeds"]:
-            found[contrast["name"]] = (len(there), None, None, None, None)
+            found[contrast["name"]] = Outcome(len(there))
             continue
         samples = {}
         for place in weights:
@@ -170,7 +218,7 @@ def recompute(index, folder):
             low, high, p = sign_flip(values)
         else:
             low, high, p = student(values)
-        found[contrast["name"]] = (len(there), effect, float(low), float(high), float(p))
+        found[contrast["name"]] = Outcome(len(there), effect, float(low), float(high), float(p))
     return found
 
 
@@ -193,11 +241,12 @@ def main(folder):
         index = json.loads(path.read_text("utf-8"))["result"]
         if index.get("plan"):
             print(f"{index['name']}, {index['preset']}")
-            for name, (seeds, effect, low, high, p) in recompute(index, path.parent).items():
-                if effect is None:
-                    print(f"  {name}: {seeds} seeds, not all")
+            for name, one in recompute(index, path.parent).items():
+                if one.effect is None:
+                    print(f"  {name}: {one.seeds} seeds, not all")
                 else:
-                    print(f"  {name}: {effect:+.4f} [{low:+.4f}, {high:+.4f}], p = {p:.3g}, {seeds} seeds")
+                    interval = f"[{one.low:+.4f}, {one.high:+.4f}]"
+                    print(f"  {name}: {one.effect:+.4f} {interval}, p = {one.p:.3g}, {one.seeds} seeds, {one.state}")
 
 
 if __name__ == "__main__":
