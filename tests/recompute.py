@@ -75,7 +75,7 @@ def flipped(values, centre):
     """Two-sided p-value of the sign-flip test of a centre, over all sign patterns; those of two halves are counted in pairs."""
     differences = np.array(values) - centre
     first, second = (np.sort(signed_sums(part)) for part in np.array_split(differences, 2))
-    near, whole = 1e-9 * np.abs(differences).sum(), differences.sum()
+    near, whole = 1e-12 * np.abs(differences).sum(), differences.sum()
     as_high = (len(second) - np.searchsorted(second, whole - near - first)).sum()
     as_low = np.searchsorted(second, whole + near - first, side="right").sum()
     return min(1.0, 2 * min(as_high, as_low) / 2 ** len(values))

@@ -1,7 +1,7 @@
 """What pages say of the demo, of recipes, of studies and of reports is what the recipes, the records and the code say."""
 
 import re
-from math import exp, inf
+from math import exp, inf, log
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -16,7 +16,7 @@ from difftransformer.model import DiffTransformerConfig, count, matching_width, 
 from difftransformer_lab.analysis import read_studies
 from difftransformer_lab.recipe_files import read_recipe, shipped_recipes
 from difftransformer_lab.results import figure_of
-from difftransformer_lab.statistics import paired_difference
+from difftransformer_lab.statistics import paired_difference, sign_flip
 from difftransformer_lab.studies.design import load_study
 
 ROOT = Path(__file__).parents[2]
@@ -484,7 +484,7 @@ def test_which_runs_of_lookup_look_up(studies):
     evidence, seeds = studies["lookup-laptop"], range(6000, 6016)
     page = text_of("docs/studies/lookup.md")
     ends, late = {}, []
-    for arm in ("diff", "twin", "wide-norm"):
+    for arm in ("diff", "twin", "wide-norm", "no-norm"):
         runs = [evidence.ended(arm, ())[seed] for seed in seeds]
         among4 = [
             figure.value
@@ -496,12 +496,12 @@ def test_which_runs_of_lookup_look_up(studies):
         ends[arm] = sorted(one for one in among4 if one > 0.5)
         late.append(sum(max(run.curves["validation_accuracy"].values) < 0.9 for run in runs))
     counts = [len(found) for found in ends.values()]
-    assert counts == [12, 15, 15]
-    assert late == [4, 1, 1]
+    assert counts == [12, 15, 15, 15]
+    assert late == [4, 1, 1, 1]
     ranges = [f"{found[0]:.2f} to {found[-1]:.2f}" for found in ends.values()]
-    assert "12 of DIFF, 15 of the Transformer and 15 of wide heads with the norm look up" in page
-    assert "with {}, {} and {}; the other six".format(*ranges) in page
-    assert "four of DIFF and one of the Transformer and of wide heads each" in page
+    all_others = "15 each of the Transformer, of wide heads with the norm and of DIFF without norm"
+    assert f"12 of DIFF and {all_others} look up, with {', '.join(ranges[:3])} and {ranges[3]}; the other seven" in page
+    assert "four of DIFF and one of each other arm" in page
     assert "12 of 16 DIFF runs and 15 of the twin's" in text_of("README.md")
     assert "12 of 16 DIFF runs look up, and 15 of 16 Transformers" in text_of("docs/findings.md")
     peaks = [
@@ -514,10 +514,11 @@ def test_what_the_second_map_does_to_lookup(found):
     (study,) = (one for one in found if one.records.slug == "lookup-laptop")
     of = {one.contrast.name: one for one in study.findings}
     steps, share = (of[f"DIFF minus wide heads + norm, {what}"] for what in ("steps", "lookup among 4"))
-    low, high = steps.low, steps.high
-    times = f"{exp(steps.effect):.2f} [{exp(low):.2f}, {exp(high):.2f}] times as many steps"
-    for page in ("README.md", "docs/findings.md", "docs/studies/lookup.md"):
-        assert times in text_of(page)
+    without = of["DIFF minus DIFF without norm, steps"]
+    for times in (factor(one.effect, one.low, one.high) for one in (steps, without)):
+        for page in ("docs/findings.md", "docs/studies/lookup.md"):
+            assert f"{times} times as many" in text_of(page)
+        assert times in text_of("README.md")
     for page in ("docs/findings.md", "docs/studies/lookup.md"):
         assert f"by {-share.effect:.2f}" in text_of(page)
     far = [one for one in share.values.values() if one < -0.5]
@@ -525,6 +526,27 @@ def test_what_the_second_map_does_to_lookup(found):
     assert len(far) == 3
     assert f"makes {-sum(far) / 16:.2f} of the {-share.effect:.2f}" in said
     assert f"more of them on {steps.same_direction} of 16 seeds" in said
+    there = reaching(study, "diff") & reaching(study, "no-norm")
+    both = paired_difference([without.values[seed] for seed in sorted(there)], [0.0] * len(there))
+    times = factor(both.mean, both.low, both.high)
+    assert (
+        f"On the {len(there)} seeds on which both get there DIFF takes {times} times the steps of DIFF without norm"
+        in said
+    )
+    steps_of = {arm: study.records.numbers(without.figure, arm, ()) for arm in ("no-norm", "twin")}
+    explored = sign_flip(
+        [log(steps_of["no-norm"][seed].value / steps_of["twin"][seed].value) for seed in range(6000, 6016)]
+    )
+    assert f"it takes {factor(explored.mean, explored.low, explored.high)} times as many steps" in said
+
+
+def factor(effect, low, high):
+    return f"{exp(effect):.2f} [{exp(low):.2f}, {exp(high):.2f}]"
+
+
+def reaching(study, arm):
+    runs = study.records.ended(arm, ())
+    return {seed for seed, run in runs.items() if seed >= 6000 and max(run.curves["validation_accuracy"].values) >= 0.9}
 
 
 def test_the_losses_of_diff_at_two_rates_on_english_prose(studies):
