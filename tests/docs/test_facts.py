@@ -3,7 +3,7 @@
 import re
 from math import exp, inf, log
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 import numpy as np
 import pytest
@@ -464,20 +464,6 @@ def test_clean_text_at_rates_chosen_on_it(studies):
     gap = ttest_ind(here, before, equal_var=False).confidence_interval()
     assert f"differ by {fmean(here) - fmean(before):.3f} [{gap.low:.3f}, {gap.high:.3f}] (Welch)" in said
     assert f"losses are {tried['twin'][0.004]:.3f} at 0.004 and {tried['twin'][0.008]:.3f} at 0.008" in said
-
-
-def test_how_far_the_losses_of_parts_spread(studies):
-    said = text_of("docs/studies/parts.md")
-    full, half = (
-        {arm: figure_by_seed(studies, "parts-laptop", "nll", arm, (length,)) for arm in arms}
-        for length, arms in (("full", ("twin", "v2")), ("half", ("twin",)))
-    )
-    spread = {arm: f"{stdev(losses.values()):.2f}" for arm, losses in full.items()}
-    assert f"spread by {spread['twin']} (the Transformer) and {spread['v2']} nats (V2)" in said
-    differences_by_seed = [full["v2"][seed] - loss for seed, loss in full["twin"].items()]
-    assert len(differences_by_seed) == 12
-    assert f"differences by seed by {stdev(differences_by_seed):.2f}" in said
-    assert f"lie between {min(half['twin'].values()):.2f} and {max(half['twin'].values()):.2f}" in said
 
 
 def test_which_runs_of_lookup_look_up(studies):
