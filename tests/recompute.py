@@ -195,6 +195,10 @@ def tested_alone(index, folder):
         first = contrast.get("first_seed", 2000)
         seeds = range(first, first + contrast["seeds"])
         there = [seed for seed in seeds if all((*place, seed) in runs for place in weights)]
+        if contrast["scale"] == "doublings":
+            (taken,) = [place for place, weight in weights.items() if weight < 0]
+            gained = gains(runs, (index["reference"], taken[1]), there, figure)
+            there = there if gained else []  # no unit yet
         if len(there) < contrast["seeds"]:
             found[contrast["name"]] = Outcome(len(there))
             continue
@@ -211,8 +215,6 @@ def tested_alone(index, folder):
         if contrast["test"] == "welch":
             low, high, p = welch([*samples.values()], [*weights.values()])
         elif contrast["scale"] == "doublings":
-            (taken,) = [place for place, weight in weights.items() if weight < 0]
-            gained = gains(runs, (index["reference"], taken[1]), there, figure)
             effect, (low, high, p) = effect / float(np.mean(gained)), fieller(values, gained)
         elif len(there) >= 10:
             low, high, p = sign_flip(values)
@@ -224,16 +226,14 @@ def tested_alone(index, folder):
 
 def gains(runs, place, seeds, figure):
     """What the loss of the reference falls with each doubling of its tokens, from its runs of half of them."""
-    gained = []
-    for seed in seeds:
-        full = runs[*place, seed]
-        (half,) = [
-            run
-            for (arm, _, other), run in runs.items()
-            if (arm, other) == (place[0], seed) and run["train_tokens"] * 2 == full["train_tokens"]
-        ]
-        gained.append(figure_value(half, figure)[0] - figure_value(full, figure)[0])
-    return gained
+    return [
+        figure_value(half, figure)[0] - figure_value(runs[*place, seed], figure)[0]
+        for seed in seeds
+        for (arm, _, other), half in runs.items()
+        if (arm, other) == (place[0], seed)
+        and (*place, seed) in runs
+        and half["train_tokens"] * 2 == runs[*place, seed]["train_tokens"]
+    ]
 
 
 def main(folder):
