@@ -5,6 +5,7 @@ below. Studies are named by folder and file, `start-laptop`; contrasts, figures 
 """
 
 import importlib.util
+import math
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,8 +21,10 @@ from difftransformer.model import DiffTransformerConfig, count, matching_width, 
 from difftransformer.typed import unknown_key
 from difftransformer_lab.analysis import Finding, StudyAnalysis, analyse, figures, read_records, read_studies, tables
 from difftransformer_lab.analysis.compare import Compared, row_of
-from difftransformer_lab.plots import WIDE_ALONE
-from difftransformer_lab.results import Bench, figure_of, read_document, read_result
+from difftransformer_lab.analysis.contrasts import DECIDED, FEWEST_SEEDS
+from difftransformer_lab.analysis.frame import Point
+from difftransformer_lab.plots import WIDE_ALONE, Drawing
+from difftransformer_lab.results import Bench, PairedDifference, figure_of, read_document, read_result
 from difftransformer_lab.statistics import paired_difference
 from difftransformer_lab.table import Group, Table, date_words, fixed, names
 
@@ -31,6 +34,19 @@ SHORTEST_NOTE = 60  # characters
 INSERTION = re.compile(r"\{\{\s*\w+\(")
 SMALL = {"vocab_size": 1024, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}  # recipes/variants.yaml
 TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
+
+PARTS = (  # each part, the arm that has it, and the arm that does not
+    ("DIFF", "diff", "twin"),
+    ("its second map, where both have the norm", "diff", "wide-norm"),
+    ("its norm, where both have two maps", "diff", "no-norm"),
+    ("its maps without norm", "no-norm", "twin"),
+    ("its wide heads and norm", "wide-norm", "twin"),
+    ("its norm", "twin-norm", "twin"),
+    ("DIFF V2", "v2", "twin"),
+    ("its subtraction", "v2", "v2-added"),
+    ("gate", "gate", "twin"),
+    ("XSA", "xsa", "twin"),
+)
 
 
 class Inserted:
@@ -241,19 +257,76 @@ class Inserted:
         """Draw the figure of a study: its plan's contrasts, power laws, learning rates, or every arm."""
         one = self._study(study)
         token = WIDE_ALONE.set(True)
-        drawing = figures.draw_contrasts(one) if one.findings else None
+        drawing = figures.draw_contrasts(one.findings) if one.findings else None
         if not one.findings:
             scaling = figures.draw_scaling(one.records, one.scaling) if one.scaling else None
             drawing = (
                 scaling or figures.draw_transfer(one.records, one.rows) or figures.draw_arms(one.records, one.rows)
             )
         WIDE_ALONE.reset(token)
+        return self._shown(drawing, f"study-{study}", one.records.index.question, "../figures")
+
+    def _shown(self, drawing: Drawing | None, name: str, words: str, folder: str) -> str:
         if drawing is None:
             return "No contrast has all of its seeds yet."
-        path = self.folder / "figures" / f"study-{study}.svg"
+        path = self.folder / "figures" / f"{name}.svg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(drawing.svg, encoding="utf-8")
-        return f"![{one.records.index.question}](../figures/{path.name})\n\n*{drawing.caption}*"
+        return f"![{words}]({folder}/{path.name})\n\n*{drawing.caption}*"
+
+    def parts_figure(self) -> str:
+        """Draw what each arm of `parts` is worth in tokens against the Transformer."""
+        one = self._study("parts-laptop")
+        reference = one.records.index.reference
+        drawn = [
+            finding
+            for finding in one.findings
+            if finding.contrast.scale == "doublings"
+            and any(term.weight < 0 and term.arms == [reference] for term in finding.contrast.terms)
+        ]
+        token = WIDE_ALONE.set(True)
+        drawing = figures.draw_contrasts(drawn)
+        WIDE_ALONE.reset(token)
+        return self._shown(drawing, "parts", "Each arm minus the Transformer, in tokens for the same loss", "figures")
+
+    def parts_table(self) -> str:
+        """Return what each part does in each task: the factor of the tokens for the same loss, and of the steps to learn."""
+        steps = "steps until 90 % of the answers"
+        tasks = (
+            ("parts-laptop", "held-out loss", ("full",)),
+            ("lookup-laptop", steps, ()),
+            ("recall-laptop", steps, ("0.6",)),
+        )
+        labels = {arm.name: arm.label for arm in self._study("parts-laptop").records.index.arms}
+        rows = [
+            [part, f"{labels[arm]} / {labels[other]}", *(self._factor(*task, arm, other) for task in tasks)]
+            for part, arm, other in PARTS
+        ]
+        titles = ("tokens for the same loss", "steps until it looks up", "steps until it recalls, 60 % noise")
+        note = (
+            "Factors with 95 % intervals; below 1 the part helps. Bold: decided by the plan; open: tested by it, and not "
+            "decided; explored: in no plan."
+        )
+        return Table("parts", "", (*names("part", "models"), *map(Group, titles)), rows, [note]).markdown()
+
+    def _factor(self, study: str, figure: str, point: Point, arm: str, other: str) -> str:
+        """Return how many times as much an arm needs as another; empty where they were not trained."""
+        one = self._study(study)
+        pair = {(arm, point), (other, point)}
+        for finding in one.findings:
+            if finding.contrast.figure == figure and finding.groups.keys() == pair:
+                if finding.difference is None:
+                    return "not run yet"
+                base = 2 if finding.contrast.scale == "doublings" else math.e
+                text = _factor_text(finding.difference, base, finding.groups[arm, point])
+                return f"**{text}**" if finding.state in DECIDED else f"{text}, {finding.state}"
+        told = next(known for known in one.records.index.figures if known.label == figure)
+        first, second = (one.records.numbers(told, name, point) for name in (arm, other))
+        seeds = sorted(first.keys() & second.keys())
+        if len(seeds) < FEWEST_SEEDS:
+            return ""
+        logs = [[math.log(found[seed].value) for seed in seeds] for found in (first, second)]
+        return f"{_factor_text(paired_difference(*logs), math.e, 1)}, explored"
 
     def one_rate(self) -> str:
         """Return the losses of DIFF and its twin at one learning rate, 0.002, from each start."""
@@ -432,6 +505,14 @@ def _cells(study: StudyAnalysis, row: Compared) -> list[str]:
     cells = [fixed(row.statistic.mean, places), fixed(row.statistic.standard_error, places)]
     cells += [fixed(one, places, "+") for one in (change.mean, change.low, change.high)] if change else [""] * 3
     return [*cells, tables.MARK if tables.is_marked(row) else ""]
+
+
+def _factor_text(difference: PairedDifference, base: float, sign: float) -> str:
+    """Return a difference of logarithms to a base, of which `sign` is -1 to turn it round, as a factor."""
+    mean, *ends = (
+        base ** (sign * one) for one in (difference.mean, difference.low, difference.high) if one is not None
+    )
+    return f"{mean:.2f} [{min(ends):.2f}, {max(ends):.2f}]" if ends else f"{mean:.2f}"
 
 
 def _bracketed(cells: Sequence[str]) -> str:

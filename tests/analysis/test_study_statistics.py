@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from datetime import timedelta
 from itertools import product
 
 import numpy as np
@@ -317,16 +318,22 @@ def test_tuning_runs_are_in_no_comparison(tmp_path):
     assert {row.pairs for row in compare(read_records(path)) if row.difference} == {SEEDS - 1}
 
 
-def test_times_are_compared_between_machines_of_one_kind():
-    """Seed 1 of DIFF ran on another processor. The loss falls by 1 over the run, and DIFF's steps take 1.25 of the time."""
+def test_times_are_compared_between_machines_of_one_kind_within_an_hour():
+    """DIFF's seed 1 ran on another processor, and seed 2 two hours later.
+
+    The loss falls by 1 over the run, and DIFF's steps take 1.25 of the time.
+    """
 
     def make(arm, point, seed):
         curves = {HELD_OUT: Curve(steps=[1, 3000], values=[3.0, 2.0])}
         run = record([LOSS], {LOSS.label: 2.0}, arm=arm, seed=seed, seconds=100.0 + 25 * (arm == "diff"), curves=curves)
-        elsewhere = dataclasses.replace(run.environment, processor="Another CPU")
-        return dataclasses.replace(run, environment=elsewhere) if (arm, seed) == ("diff", 1) else run
+        if (arm, seed) == ("diff", 1):
+            return dataclasses.replace(run, environment=dataclasses.replace(run.environment, processor="Another CPU"))
+        if (arm, seed) == ("diff", 2):
+            return dataclasses.replace(run, began=(run.start + timedelta(hours=2)).isoformat())
+        return run
 
-    timed = study(["diff", "softmax"], [LOSS], 2, make)
+    timed = study(["diff", "softmax"], [LOSS], 3, make)
     (difference,) = equal_time_differences(timed, timed.index.arms[0])
     assert difference == pytest.approx(1 / 5, rel=1e-3)  # a fifth of DIFF's steps is missing
     assert timed_seeds(timed, "diff", "softmax", ()) == [0]

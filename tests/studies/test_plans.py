@@ -8,7 +8,7 @@ import yaml
 
 from difftransformer.errors import ConfigError
 from difftransformer_lab import environment
-from difftransformer_lab.results import ChosenRate
+from difftransformer_lab.results import ChosenRate, RunRecord, read_result
 from difftransformer_lab.studies import Study
 from difftransformer_lab.studies.plan import load_plan, registered
 
@@ -85,6 +85,26 @@ def test_a_question_does_not_wait_for_the_rates_of_another(design, document, pla
     order = [(title.split(",")[0], "learning rate" in title) for title in trained]
     assert order == [*first, ("DEX", True), ("DEX", False)]
     assert index.planned == len(index.members) == 6
+
+
+def test_a_plan_in_doublings_has_its_arms_timed_in_turns(design, document, plan, trained, tmp_path, monkeypatch):
+    document["axes"]["needles"]["values"].pop("two")
+    terms = [{"arms": [arm], "weight": sign} for arm, sign in (("diff", 1), ("twin", -1))]
+    plan(planned(terms=terms, scale="doublings", seeds=1))
+    monkeypatch.setattr("difftransformer_lab.studies.study.check_committed", lambda: None)
+    monkeypatch.setattr("difftransformer_lab.studies.costs.STEPS", 4)
+
+    def train(**options):
+        return Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1, **options)
+
+    assert train(only=["diff"]).costs == []
+    timed = train()
+    assert {row.model: row.label for row in timed.costs} == {"diff": "DIFF", "twin": "Transformer"}
+    files = {one.arm: tmp_path / "results" / "small" / one.file for one in timed.members}
+    for row in timed.costs:
+        assert row.train_step_seconds > 0
+        assert row.parameters == read_result(files[row.model], RunRecord).parameters
+    assert train().costs == timed.costs  # nothing was trained
 
 
 @pytest.mark.parametrize(("fields", "message"), [

@@ -8,12 +8,16 @@ planned contrasts are decided (`contrasts.py`).
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import product
 
 from ..results import PairedDifference, RunRecord, Statistic, StudyArm, StudyFigure
 from ..statistics import mean_and_standard_error, paired_difference
 from .frame import Point, Records
 from .tasks import pair_of
+
+AN_HOUR = timedelta(hours=1)
+"""Most between two runs whose times are compared: shared machines of one kind differ by a third from one day to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ def paired_seeds(records: Records, arm: str, reference: str, point: Point) -> li
 
 
 def timed_seeds(records: Records, arm: str, reference: str, point: Point) -> list[int]:
-    """Return the paired seeds at which both arms were timed on machines of one kind, with as many threads."""
+    """Return the paired seeds at which both arms were timed on machines of one kind, within an hour, with as many threads."""
 
     def machine(run: RunRecord) -> tuple[str, str, str, int]:
         where = run.environment
@@ -90,7 +94,11 @@ def timed_seeds(records: Records, arm: str, reference: str, point: Point) -> lis
 
     first, second = records.at(arm, point), records.at(reference, point)
     seeds = paired_seeds(records, arm, reference, point)
-    return [seed for seed in seeds if machine(first[seed]) == machine(second[seed])]
+    return [
+        seed
+        for seed in seeds
+        if machine(first[seed]) == machine(second[seed]) and abs(first[seed].start - second[seed].start) <= AN_HOUR
+    ]
 
 
 def in_direction(values: Iterable[float], mean: float) -> int:

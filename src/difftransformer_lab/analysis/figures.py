@@ -25,7 +25,6 @@ from .compare import Compared, paired_seeds, row_of
 from .contrasts import DECIDED, Finding
 from .frame import Point, Records
 from .scaling import Scaling
-from .study import StudyAnalysis
 from .tables import HELD_OUT, TRAINING, title_of, with_unit
 
 _COLUMNS = 3
@@ -98,21 +97,25 @@ def draw_arms(records: Records, rows: Sequence[Compared]) -> Drawing | None:
 
 
 @matplotlib.rc_context(STYLE)
-def draw_contrasts(study: StudyAnalysis) -> Drawing | None:
-    """Draw the contrasts of a plan, a panel for each figure and unit; None while none has all of its seeds."""
+def draw_contrasts(findings: Sequence[Finding]) -> Drawing | None:
+    """Draw contrasts of a plan, a panel for each figure and unit; None while none has all of its seeds."""
     panels_of: dict[tuple[str, str], list[Finding]] = {}
-    for finding in study.findings:
+    for finding in findings:
         if finding.difference is not None:
             panels_of.setdefault((finding.contrast.figure, finding.unit), []).append(finding)
     if not panels_of:
         return None
     heights = [0.9 + 0.5 * len(findings) for findings in panels_of.values()]
     canvas, grid = panels(sum(heights) + 0.2, len(heights), height_ratios=heights)
-    for ax, ((figure, unit), findings) in zip(grid[:, 0], panels_of.items(), strict=True):
-        for line, finding in enumerate(findings):
+    for ax, ((figure, unit), drawn) in zip(grid[:, 0], panels_of.items(), strict=True):
+        for line, finding in enumerate(drawn):
             _draw_contrast(ax, line, finding)
-        _name_rows(ax, [fill(one.contrast.name, _LABEL_LETTERS) for one in findings])
-        ax.set_xlabel(f"{figure} ({unit})" if unit else figure)
+        _name_rows(ax, [fill(one.contrast.name, _LABEL_LETTERS) for one in drawn])
+        if unit == "doublings":
+            ax.xaxis.set_major_formatter(lambda doublings, _: f"{100 * (2**doublings - 1):+.0f} %")
+            ax.set_xlabel(f"change of the tokens for the same {figure}")
+        else:
+            ax.set_xlabel(f"{figure} ({unit})" if unit else figure)
     return finish("contrasts", "Contrasts of the plan", CONTRASTS, canvas, False)
 
 

@@ -132,7 +132,7 @@ def study_page(study: StudyAnalysis) -> Page:
     if index.plan:
         found = tables.findings_table(study)
         sections.append(
-            Section(slug="findings", title="Findings", drawing=figures.draw_contrasts(study), tables=[found])
+            Section(slug="findings", title="Findings", drawing=figures.draw_contrasts(study.findings), tables=[found])
         )
     measured = tables.figures_tables(records, rows)
     if measured:

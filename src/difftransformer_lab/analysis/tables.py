@@ -266,7 +266,8 @@ def costs_table(records: Records) -> Table:
     equal_title = f"held-out loss at equal time, minus {reference.label}"
     groups = (*columns(*titles), Group(equal_title, ("mean", "low", "high"), "interval"))
     notes = [
-        "Ratios to the reference, paired by seed, of runs on one kind of machine. Hours in all include evaluation."
+        "Ratios to the reference, paired by seed; of times, where both runs began within an hour on one kind of machine. "
+        "Hours in all include evaluation."
     ]
     notes += [EQUAL_TIME] if has_equal else []
     return Table("costs", "Parameters and time", groups, rows, notes)
@@ -308,6 +309,8 @@ def measured_costs_table(records: Records) -> Table:
     ]
     rows = []
     for title, name, unit, scale in lines:
+        if all(getattr(cost, name) is None for cost in costs):
+            continue
         row = [f"{title}, {unit}"]
         for cost in costs:
             value, against = getattr(cost, name), getattr(twin, name) if twin else None

@@ -6,20 +6,27 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from difftransformer.data import Shards
 from difftransformer.errors import DiffTransformerError
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM, count, weights_and_kv_bytes
+from difftransformer.train.parallel import Mesh, Processes
+from difftransformer.train.trainer import Trainer
 
 from ..bench.models import decode_work, prefill_work, training_work
 from ..bench.timing import time_interleaved
 from ..child import start_child
 from ..results import CostRow, Timing
+from .recipe import Recipe
 
 REPEATS = 7
+STEPS, FIRST_STEPS = 60, 3  # timed, and before them, which compile
 DECODE_TOKENS = 16
 SHORT, LONG = 4096, 65_536  # context lengths of the memory columns, in tokens
 # arXiv:2410.05258 section 3.2: a 6.8B DIFF matches the loss of an 11B Transformer (62.2 %), by the fitted curves.
@@ -63,6 +70,38 @@ def measure_costs(
         )
         result.append(row)
     return [*result, _smaller(next(iter(configs)), configs, labels)]
+
+
+def time_steps(
+    recipes: Mapping[str, Recipe], shards: Shards, *, labels: Mapping[str, str], device: str
+) -> list[CostRow]:
+    """Time training steps of several models in turns, each as its recipe trains it, at its last context length."""
+    trainers: dict[str, Trainer] = {}
+    rows = []
+    # Models of several types share the code of a layer, and each needs a compiled one of its own.
+    limit = torch._dynamo.config.patch(recompile_limit=2 * len(recipes) + torch._dynamo.config.recompile_limit)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened, limit:
+        for name, recipe in recipes.items():
+            training = replace(recipe.training, context_stages=[(0, recipe.training.context_tokens)])
+            config = recipe.model_config(vocab_size=shards.tokenizer.vocab_size)
+            mesh = Mesh(Processes(device=device))
+            trainers[name] = trainer = Trainer(training, config, shards, Path(folder, name), mesh=mesh)
+            opened.callback(trainer.close)
+            trainer.restore()
+        calls = {name: trainer.train_step for name, trainer in trainers.items()}
+        timed = time_interleaved(calls, rounds=STEPS, warmup=FIRST_STEPS, device=device)
+    for name, trainer in trainers.items():
+        counts = count(trainer.model_config)
+        row = CostRow(
+            model=name,
+            label=labels[name],
+            parameters=counts.parameters,
+            train_step_seconds=timed[name].median_seconds,
+            weights_and_kv_bytes_4k=weights_and_kv_bytes(counts, SHORT),
+            weights_and_kv_bytes_64k=weights_and_kv_bytes(counts, LONG),
+        )
+        rows.append(row)
+    return rows
 
 
 def _smaller(name: str, configs: Mapping[str, DiffTransformerConfig], labels: Mapping[str, str]) -> CostRow:

@@ -20,10 +20,11 @@ from difftransformer.families.upcycle import upcycle_folder
 from difftransformer.files import locked, write_text_atomically
 from difftransformer.hub import folder_sha256, source_folder
 
-from ..environment import check_committed, command_line, environment
+from ..environment import check_committed, command_line, environment, foreign_cpu_share
 from ..evals.engine import Task
 from ..results import (
     ChosenRate,
+    CostRow,
     RunRecord,
     StudyFigure,
     StudyIndex,
@@ -35,6 +36,7 @@ from ..results import (
     read_result,
     write_result,
 )
+from .costs import time_steps
 from .design import UPCYCLED, Design, PlannedRun, place
 from .evaluation import EVALUATIONS, draw_tasks
 from .jobs import Job, run_jobs
@@ -295,8 +297,13 @@ class Study:
         if before and _changes(before.command) != _changes(design.command):
             logger.warning("%s: replaces the index of %s, whose runs stay", self.index_file, before.command)
 
+        has_trained = False
+
         def train(runs: Iterable[PlannedRun]) -> bool:
-            return self._train([run for run in runs if run.arm in wanted], folder, at_once, device)
+            nonlocal has_trained
+            trained = self._train([run for run in runs if run.arm in wanted], folder, at_once, device)
+            has_trained |= trained
+            return trained
 
         for arms in ([], *design.arms_in_turn()):  # what needs no tuning decides soonest
             while train(run for run in self.tuning() if run.arm in arms):
@@ -307,9 +314,30 @@ class Study:
                 where = f" at {place(one.point)}" if one.point else ""
                 text = "%s%s: the best learning rate, %g, is at the edge of those tried"
                 logger.info(text, one.arm, where, one.learning_rate)
-        if only is None:
-            self._check_figures()
-        return self.write_index()
+        if only is not None:
+            return self.write_index()
+        self._check_figures()
+        if before is not None and before.costs and not has_trained:
+            return self.write_index(costs=before.costs, costs_foreign_cpu_share=before.costs_foreign_cpu_share)
+        if design.plan is None or all(contrast.scale != "doublings" for contrast in design.plan.contrasts):
+            return self.write_index()
+        share = foreign_cpu_share()
+        costs = self._step_times(max(1, torch.get_num_threads() // at_once), device)
+        return self.write_index(costs=costs, costs_foreign_cpu_share=share())
+
+    def _step_times(self, threads: int, device: str) -> list[CostRow]:
+        """Time a step of each arm, in turns: runs of a study may be days apart, and machines differ."""
+        logger.info("timing steps of all arms in turns, for losses at equal time; some minutes")
+        runs = {run.arm: run for run in reversed(self.design.reported(self.rates()))}  # the first of each arm
+        recipes = {arm: self.prepared(runs[arm]).recipe for arm in self.design.arms}
+        labels = {arm.name: arm.label for arm in self.design.described_arms()}
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            shards = self.prepared(next(iter(runs.values()))).shards
+            return time_steps(recipes, shards, labels=labels, device=device)
+        finally:
+            torch.set_num_threads(before)
 
     def _check_figures(self) -> None:
         """Check that each figure is in some run that ended; records of earlier studies may lack one."""
