@@ -362,6 +362,8 @@ def worth_of(records: Records, pool: Pool, finding: Finding) -> Worth | None:
     if finding.figure.task != TASK or scale not in ("plain", "doublings") or sides.keys() != {1.0, -1.0}:
         return None
     (arm, point), (other, at) = sides[1.0], sides[-1.0]
+    if arm == other == records.index.reference:  # its gain itself
+        return None
     gained = gains(pool, records.ended(records.index.reference, at), finding.figure)
     unit = fmean(gained.values()) if gained and scale == "doublings" else 1.0
     values = {seed: value * unit for seed, value in finding.values.items()}

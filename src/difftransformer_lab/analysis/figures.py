@@ -112,7 +112,11 @@ def draw_contrasts(findings: Sequence[Finding]) -> Drawing | None:
             _draw_contrast(ax, line, finding)
         _name_rows(ax, [fill(one.contrast.name, _LABEL_LETTERS) for one in drawn])
         if unit == "doublings":
-            ax.xaxis.set_major_formatter(lambda doublings, _: f"{100 * (2**doublings - 1):+.0f} %")
+            ends = [100 * (2**end - 1) for end in ax.get_xlim()]
+            changes = [
+                one for one in MaxNLocator(8, steps=[1, 2, 5, 10]).tick_values(*ends) if ends[0] <= one <= ends[1]
+            ]
+            ax.set_xticks([math.log2(1 + one / 100) for one in changes], [f"{one:+.0f} %" for one in changes])
             ax.set_xlabel(f"change of the tokens for the same {figure}")
         else:
             ax.set_xlabel(f"{figure} ({unit})" if unit else figure)
