@@ -97,7 +97,7 @@ def test_a_plan_in_doublings_has_its_arms_timed_in_turns(design, document, plan,
     def train(**options):
         return Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1, **options)
 
-    assert train(only=["diff"]).costs == []
+    train(only=["diff"])
     timed = train()
     assert {row.model: row.label for row in timed.costs} == {"diff": "DIFF", "twin": "Transformer"}
     files = {one.arm: tmp_path / "results" / "small" / one.file for one in timed.members}

@@ -314,9 +314,8 @@ class Study:
                 where = f" at {place(one.point)}" if one.point else ""
                 text = "%s%s: the best learning rate, %g, is at the edge of those tried"
                 logger.info(text, one.arm, where, one.learning_rate)
-        if only is not None:
-            return self.write_index()
-        self._check_figures()
+        if only is None:
+            self._check_figures()
         if before is not None and before.costs and not has_trained:
             return self.write_index(costs=before.costs, costs_foreign_cpu_share=before.costs_foreign_cpu_share)
         if design.plan is None or all(contrast.scale != "doublings" for contrast in design.plan.contrasts):
@@ -326,10 +325,10 @@ class Study:
         return self.write_index(costs=costs, costs_foreign_cpu_share=share())
 
     def _step_times(self, threads: int, device: str) -> list[CostRow]:
-        """Time a step of each arm, in turns: runs of a study may be days apart, and machines differ."""
+        """Time a step of each arm that has its rate, in turns: runs of a study may be days apart, and machines differ."""
         logger.info("timing steps of all arms in turns, for losses at equal time; some minutes")
         runs = {run.arm: run for run in reversed(self.design.reported(self.rates()))}  # the first of each arm
-        recipes = {arm: self.prepared(runs[arm]).recipe for arm in self.design.arms}
+        recipes = {arm: self.prepared(run).recipe for arm, run in runs.items()}
         labels = {arm.name: arm.label for arm in self.design.described_arms()}
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
