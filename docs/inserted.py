@@ -125,9 +125,10 @@ class Inserted:
         found = self._finding(study, contrast)
         return f"{found.same_direction} of {found.seeds}"
 
-    def in_tokens(self, study: str, contrast: str) -> str:
+    def in_tokens(self, study: str, contrast: str, *, at_equal_time: bool = False) -> str:
         """Return a difference of losses as a change of the tokens for the same loss."""
-        return _bracketed(tables.tokens_cells(self._study(study).worths[contrast].tokens))
+        worth = self._study(study).worths[contrast]
+        return _bracketed(tables.tokens_cells(worth.time if at_equal_time else worth.tokens))
 
     def mean(self, study: str, figure: str, arm: str, *setting: str) -> str:
         """Return the mean of a figure over the seeds of an arm."""

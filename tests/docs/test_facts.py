@@ -193,13 +193,15 @@ def test_what_parts_are_worth_in_tokens(found):
     worths = next(one.worths for one in found if one.records.slug == "parts-laptop")
     words = {
         "DIFF minus Transformer": "DIFF needs {} fewer tokens than its twin for the same loss",
-        "Wide heads + norm minus Transformer": "wide heads with its norm, one map in place of two, {} fewer",
+        "Transformer + norm minus Transformer": "the twin with its norm {}",
+        "Wide heads + norm minus Transformer": "one map of wide heads with it {}",
     }
     for contrast, said in words.items():
         worth = worths[contrast].tokens
         mean, low, high = (f"{100 * (1 - 2**one):.0f}" for one in (worth.mean, worth.high, worth.low))
         assert said.format(f"{mean} % [{low}, {high}]") in text_of("README.md")
-        assert f"{mean} %" in next(line for line in text_of("README.md").split("|") if "worth 10 % of the tokens" in line)
+        cell = next(cell for cell in text_of("README.md").split("|") if "worth 10 % of the tokens" in cell)
+        assert f" {mean} %" in cell
     nats = f"{-worths['DIFF minus Transformer'].tokens.mean * worths['DIFF minus Transformer'].gain:.3f}"
     assert f"at 0.33M parameters, after 20 tokens for each, {nats} lower" in text_of("docs/findings.md")
     assert f"Here at 0.33M parameters by {nats}" in text_of("docs/worth.md")
