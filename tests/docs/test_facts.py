@@ -194,7 +194,7 @@ def test_what_parts_are_worth_in_tokens(found):
     words = {
         "DIFF minus Transformer": "DIFF needs {} fewer tokens than its twin for the same loss",
         "Transformer + norm minus Transformer": "the twin with its norm {}",
-        "Wide heads + norm minus Transformer": "one map of wide heads with it {}",
+        "Wide heads + norm minus Transformer": "one wide map with it {}",
     }
     for contrast, said in words.items():
         worth = worths[contrast].tokens
@@ -448,7 +448,9 @@ def test_what_v2s_step_costs(studies):
     for slug, point in (("start-clean", ("fan-in-0.008",)), ("start-clean-tuned", ("fan-in",))):
         own, other = (studies[slug].at(arm, point) for arm in ("v2", "twin"))
         assert len({run.environment.instruction_set for runs in (own, other) for run in runs.values()}) == 1
-        assert all(abs(own[seed].start - other[seed].start) < timedelta(minutes=3) for seed in own.keys() & other.keys())
+        assert all(
+            abs(own[seed].start - other[seed].start) < timedelta(minutes=3) for seed in own.keys() & other.keys()
+        )
         medians.append(median(own[seed].step_seconds / other[seed].step_seconds for seed in own.keys() & other.keys()))
     words = f"step takes {100 * (medians[0] - 1):.0f} to {100 * (medians[1] - 1):.0f} % longer"
     for page in ("README.md", "docs/findings.md"):
