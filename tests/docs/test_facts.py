@@ -205,6 +205,7 @@ def test_what_parts_are_worth_in_tokens(found):
     nats = f"{-worths['DIFF minus Transformer'].tokens.mean * worths['DIFF minus Transformer'].gain:.3f}"
     assert f"at 0.33M parameters, after 20 tokens for each, {nats} lower" in text_of("docs/findings.md")
     assert f"Here at 0.33M parameters by {nats}" in text_of("docs/worth.md")
+    assert "Transformer with half of the tokens minus Transformer" not in worths  # the unit itself
     states = {finding.contrast.name: finding.state for one in found for finding in one.findings}
     assert states["DIFF V2 minus Transformer"] == "within"
 

@@ -125,6 +125,22 @@ def test_the_attention_of_the_demo_is_that_of_its_file():
         assert shown == [round(value, 2) for value in learned]
 
 
+def test_the_table_of_parts_says_what_the_studies_say():
+    """Lookup's factors are those of its page; the norm's worth in tokens is the planned contrast turned round."""
+    cells = {row[1]: row[2:] for row in cells_of(pages().parts_table())}
+    page = (DOCS / "studies" / "lookup.md").read_text("utf-8")
+    for models, factor in (
+        ("DIFF / DIFF without norm", "1.33 [1.12, 1.59]"),
+        ("DIFF / Transformer, wide heads + norm", "1.23 [1.06, 1.42]"),
+        ("DIFF without norm / Transformer", "0.76 [0.65, 0.90]"),
+    ):
+        assert factor in " ".join(page.split())
+        assert factor in cells[models][1]
+    more = pages().in_tokens("parts-laptop", "DIFF without norm minus DIFF")
+    mean, low, high = (1 / (1 + float(one) / 100) for one in re.findall(r"[+-][\d.]+", more))
+    assert cells["DIFF / DIFF without norm"][0] == f"**{mean:.2f} [{high:.2f}, {low:.2f}]**"
+
+
 def test_how_tables_are_read_is_said_at_the_first():
     page = '{{ rates("start-laptop") }}\n\n{{ rates("start-clean-tuned") }}\n\n{{ rates("start-clean-tuned") }}'
     text = pages().fill(page)
