@@ -4,12 +4,13 @@ import subprocess
 from datetime import datetime
 
 import pytest
+import torch
 import yaml
 
 from difftransformer.errors import ConfigError
 from difftransformer_lab import environment
 from difftransformer_lab.results import ChosenRate, RunRecord, read_result
-from difftransformer_lab.studies import Study
+from difftransformer_lab.studies import Study, costs
 from difftransformer_lab.studies.plan import load_plan, registered
 
 
@@ -105,6 +106,29 @@ def test_a_plan_in_doublings_has_its_arms_timed_in_turns(design, document, plan,
         assert row.train_step_seconds > 0
         assert row.parameters == read_result(files[row.model], RunRecord).parameters
     assert train().costs == timed.costs  # nothing was trained
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # the compiler's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_types_that_are_timed_in_turns_have_code_of_their_own(design, document, tmp_path, monkeypatch):
+    """Beyond its limit the compiler says nothing and runs a layer as it is, and that type would look slow."""
+    document["axes"]["needles"]["values"].pop("two")
+    document["arms"]["v2"] = {"set": {"model.attention_type": "diff_v2"}}
+    document["presets"]["laptop"]["set"] = {"training.compile": True}
+    study = Study(design(), tmp_path / "results")
+    prepared = {run.arm: study.prepared(run) for run in study.design.reported([])}
+    shards = prepared["twin"].shards
+    compile_layer, layers = torch.nn.Module.compile, []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer: layers.append(compile_layer(layer, backend="eager")))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    monkeypatch.setattr(costs, "STEPS", 2)
+    recipes = {arm: one.recipe for arm, one in prepared.items()}
+    rows = costs.time_steps(recipes, shards, labels=dict.fromkeys(recipes, ""), device="cpu")
+    assert len(layers) == sum(recipe.model["num_hidden_layers"] for recipe in recipes.values())
+    assert [row.model for row in rows] == list(recipes)
 
 
 @pytest.mark.parametrize(("fields", "message"), [
