@@ -199,7 +199,8 @@ class Inserted:
         """Return the contrasts of a plan."""
         table = tables.findings_table(self._study(study))
         titles = [group.title for group in table.groups]
-        first = [titles.index(title) for title in ("contrast", "effect", "state", "seeds")]
+        said_first = ("contrast", "effect", "in tokens", "in tokens at equal time", "state", "seeds")
+        first = [titles.index(title) for title in said_first if title in titles]
         others = [place for place, title in enumerate(titles) if title not in ("question", "figure", "meaning")]
         kept = [*first, *(place for place in others if place not in first)]
         rows = [[row[place] for place in kept] for row in table.folded()]
