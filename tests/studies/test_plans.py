@@ -122,11 +122,11 @@ def test_types_that_are_timed_in_turns_have_code_of_their_own(design, document, 
     shards = prepared["twin"].shards
     compile_layer, layers = torch.nn.Module.compile, []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer: layers.append(compile_layer(layer, backend="eager")))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     monkeypatch.setattr(costs, "STEPS", 2)
     recipes = {arm: one.recipe for arm, one in prepared.items()}
-    rows = costs.time_steps(recipes, shards, labels=dict.fromkeys(recipes, ""), device="cpu")
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        rows = costs.time_steps(recipes, shards, labels=dict.fromkeys(recipes, ""), device="cpu")
+    torch.compiler.reset()
     assert len(layers) == sum(recipe.model["num_hidden_layers"] for recipe in recipes.values())
     assert [row.model for row in rows] == list(recipes)
 
