@@ -212,6 +212,17 @@ def test_what_parts_are_worth_in_tokens(found):
     assert f"V2 needs {mean} % [{low}, {high}] more tokens with its second map subtracted" in text_of("README.md")
 
 
+def test_the_rate_of_the_gate_was_chosen_by_little(studies):
+    said, evidence = text_of("docs/studies/parts.md"), studies["parts-laptop"]
+    (rate,) = (one for one in evidence.index.rates if one.arm == "gate")
+    tried = dict(rate.tried)
+    reported = fmean(figure_by_seed(studies, "parts-laptop", "nll", "gate", ("full",)).values())
+    assert rate.learning_rate == 0.032
+    best, other = tried[0.032], tried[0.016]
+    assert f"its rate, 0.032, by {other - best:.3f} nats ({best:.3f} against {other:.3f} at 0.016)" in said
+    assert f"the 12 reported seeds have {reported:.3f}" in said
+
+
 LOSSES = {  # contrast: its state, digits, and what pages say of it
     "effect of the start on DIFF minus Transformer": ("above", 2, {
         "docs/findings.md": "it moves DIFF minus Transformer by {} nats a token",

@@ -108,9 +108,8 @@ def test_a_plan_in_doublings_has_its_arms_timed_in_turns(design, document, plan,
     assert train().costs == timed.costs  # nothing was trained
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # the compiler's own
+# Both warnings are the compiler's own.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_types_that_are_timed_in_turns_have_code_of_their_own(design, document, tmp_path, monkeypatch):
     """Beyond its limit the compiler says nothing and runs a layer as it is, and that type would look slow."""
