@@ -21,7 +21,7 @@ from difftransformer.model import DiffTransformerConfig, count, matching_width, 
 from difftransformer.typed import unknown_key
 from difftransformer_lab.analysis import Finding, StudyAnalysis, analyse, figures, read_records, read_studies, tables
 from difftransformer_lab.analysis.compare import Compared, row_of
-from difftransformer_lab.analysis.contrasts import DECIDED, FEWEST_SEEDS
+from difftransformer_lab.analysis.contrasts import DECIDED, FEWEST_SEEDS, TASK, gains, pooled_runs, worth
 from difftransformer_lab.analysis.frame import Point
 from difftransformer_lab.plots import WIDE_ALONE, Drawing
 from difftransformer_lab.results import Bench, PairedDifference, figure_of, read_document, read_result
@@ -37,7 +37,8 @@ TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 
 PARTS = (  # each part, the arm that has it, and the arm that does not
     ("DIFF", "diff", "twin"),
-    ("its second map, where both have the norm", "diff", "wide-norm"),
+    ("its two maps, against a wider one, with the norm", "diff", "wide-norm"),
+    ("its two maps, against single ones, with the norm", "diff", "twin-norm"),
     ("its norm, where both have two maps", "diff", "no-norm"),
     ("its maps without norm", "no-norm", "twin"),
     ("its wide heads and norm", "wide-norm", "twin"),
@@ -327,6 +328,10 @@ class Inserted:
         seeds = sorted(first.keys() & second.keys())
         if len(seeds) < FEWEST_SEEDS:
             return ""
+        if told.task == TASK:
+            gained = gains(pooled_runs([one.records]), one.records.ended(one.records.index.reference, point), told)
+            known = worth({seed: first[seed].value - second[seed].value for seed in seeds}, gained)
+            return f"{_factor_text(known.tokens, 2, 1)}, explored" if known else ""
         logs = [[math.log(found[seed].value) for seed in seeds] for found in (first, second)]
         return f"{_factor_text(paired_difference(*logs), math.e, 1)}, explored"
 

@@ -19,6 +19,7 @@ from difftransformer_lab.recipe_files import read_recipe, shipped_recipes
 from difftransformer_lab.results import figure_of
 from difftransformer_lab.statistics import paired_difference, sign_flip
 from difftransformer_lab.studies.design import load_study
+from tests.recompute import fieller
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -210,6 +211,19 @@ def test_what_parts_are_worth_in_tokens(found):
     worth = worths["DIFF V2 minus DIFF V2 with added maps"].tokens
     mean, low, high = (f"{100 * (2**one - 1):.0f}" for one in (worth.mean, worth.low, worth.high))
     assert f"V2 needs {mean} % [{low}, {high}] more tokens with its second map subtracted" in text_of("README.md")
+
+
+def test_what_pairs_of_maps_are_worth_beside_single_ones(studies):
+    of = {
+        arm: figure_by_seed(studies, "parts-laptop", "nll", arm, (length,))
+        for arm, length in (("diff", "full"), ("twin-norm", "full"), ("twin", "full"))
+    }
+    half = figure_by_seed(studies, "parts-laptop", "nll", "twin", ("half",))
+    fewer = [of["diff"][seed] - of["twin-norm"][seed] for seed in range(8000, 8012)]
+    gained = [half[seed] - of["twin"][seed] for seed in range(8000, 8012)]
+    low, high, _ = fieller(fewer, gained)
+    times = factor(*(log(2) * one for one in (fmean(fewer) / fmean(gained), low, high)))
+    assert f"DIFF needs {times} of the tokens (explored)" in text_of("docs/studies/parts.md")
 
 
 def test_the_rate_of_the_gate_was_chosen_by_little(studies):
@@ -507,8 +521,8 @@ def test_clean_text_at_rates_chosen_on_it(studies):
 def test_which_runs_of_lookup_look_up(studies):
     evidence, seeds = studies["lookup-laptop"], range(6000, 6016)
     page = text_of("docs/studies/lookup.md")
-    ends, late = {}, []
-    for arm in ("diff", "twin", "wide-norm", "no-norm"):
+    ends, late, below = {}, [], []
+    for arm in ("diff", "twin", "wide-norm", "no-norm", "twin-norm"):
         runs = [evidence.ended(arm, ())[seed] for seed in seeds]
         among4 = [
             figure.value
@@ -516,16 +530,20 @@ def test_which_runs_of_lookup_look_up(studies):
             for figure in run.figures
             if (figure.task, figure.name, figure.at.get("needles")) == ("needle", "lookup", 4)
         ]
-        assert all(abs(one) < 0.1 for one in among4 if one <= 0.5)
+        below.extend(one for one in among4 if one <= 0.5)
         ends[arm] = sorted(one for one in among4 if one > 0.5)
         late.append(sum(max(run.curves["validation_accuracy"].values) < 0.9 for run in runs))
     counts = [len(found) for found in ends.values()]
-    assert counts == [12, 15, 15, 15]
-    assert late == [4, 1, 1, 1]
-    ranges = [f"{found[0]:.2f} to {found[-1]:.2f}" for found in ends.values()]
-    all_others = "15 each of the Transformer, of wide heads with the norm and of DIFF without norm"
-    assert f"12 of DIFF and {all_others} look up, with {', '.join(ranges[:3])} and {ranges[3]}; the other seven" in page
-    assert "four of DIFF and one of each other arm" in page
+    assert counts == [12, 15, 15, 15, 15]
+    assert late == [4, 1, 1, 1, 3]
+    others = [one for arm, found in ends.items() if arm != "diff" for one in found]
+    ranges = [f"{min(found):.2f} to {max(found):.2f}" for found in (ends["diff"], others)]
+    assert f"12 of DIFF and 15 of each other arm look up, by {ranges[0]} and {ranges[1]}" in page
+    *seven, in_part = sorted(below)
+    assert len(seven) == 7
+    assert all(abs(one) < 0.1 for one in seven)
+    assert f"One of the Transformer with the norm does in part, by {in_part:.2f}, and the other seven" in page
+    assert "four of DIFF, three of the Transformer with the norm and one of each other arm" in page
     assert "12 of 16 DIFF runs and 15 of the twin's" in text_of("README.md")
     assert "12 of 16 DIFF runs look up, and 15 of 16 Transformers" in text_of("docs/findings.md")
     peaks = [
@@ -557,11 +575,17 @@ def test_what_the_second_map_does_to_lookup(found):
         f"On the {len(there)} seeds on which both get there DIFF takes {times} times the steps of DIFF without norm"
         in said
     )
-    steps_of = {arm: study.records.numbers(without.figure, arm, ()) for arm in ("no-norm", "twin")}
-    explored = sign_flip(
-        [log(steps_of["no-norm"][seed].value / steps_of["twin"][seed].value) for seed in range(6000, 6016)]
-    )
-    assert f"it takes {factor(explored.mean, explored.low, explored.high)} times as many steps" in said
+    for arm, other, words in (
+        ("no-norm", "twin", "it takes {} times as many steps"),
+        ("diff", "twin-norm", "DIFF takes {} of its steps (explored)"),
+    ):
+        steps_of = [study.records.numbers(without.figure, name, ()) for name in (arm, other)]
+        explored = sign_flip([log(steps_of[0][seed].value / steps_of[1][seed].value) for seed in range(6000, 6016)])
+        assert words.format(factor(explored.mean, explored.low, explored.high)) in said
+    norm = of["Transformer + norm minus Transformer, steps"]
+    assert norm.state == "not tested"
+    times = factor(norm.effect, norm.low, norm.high)
+    assert f"takes {times} times as many steps, on {norm.same_direction} of 16 seeds" in said
 
 
 def factor(effect, low, high):

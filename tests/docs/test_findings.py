@@ -133,6 +133,7 @@ def test_the_table_of_parts_says_what_the_studies_say():
         ("DIFF / DIFF without norm", "1.33 [1.12, 1.59]"),
         ("DIFF / Transformer, wide heads + norm", "1.23 [1.06, 1.42]"),
         ("DIFF without norm / Transformer", "0.76 [0.65, 0.90]"),
+        ("DIFF / Transformer + norm", "0.79 [0.66, 0.95]"),
     ):
         assert factor in " ".join(page.split())
         assert factor in cells[models][1]
