@@ -522,7 +522,7 @@ def test_which_runs_of_lookup_look_up(studies):
     evidence, seeds = studies["lookup-laptop"], range(6000, 6016)
     page = text_of("docs/studies/lookup.md")
     ends, late, below = {}, [], []
-    for arm in ("diff", "twin", "wide-norm", "no-norm", "twin-norm"):
+    for arm in ("diff", "v2", "twin", "wide-norm", "no-norm", "twin-norm"):
         runs = [evidence.ended(arm, ())[seed] for seed in seeds]
         among4 = [
             figure.value
@@ -534,22 +534,25 @@ def test_which_runs_of_lookup_look_up(studies):
         ends[arm] = sorted(one for one in among4 if one > 0.5)
         late.append(sum(max(run.curves["validation_accuracy"].values) < 0.9 for run in runs))
     counts = [len(found) for found in ends.values()]
-    assert counts == [12, 15, 15, 15, 15]
-    assert late == [4, 1, 1, 1, 3]
-    others = [one for arm, found in ends.items() if arm != "diff" for one in found]
-    ranges = [f"{min(found):.2f} to {max(found):.2f}" for found in (ends["diff"], others)]
-    assert f"12 of DIFF and 15 of each other arm look up, by {ranges[0]} and {ranges[1]}" in page
-    *seven, in_part = sorted(below)
-    assert len(seven) == 7
-    assert all(abs(one) < 0.1 for one in seven)
-    assert f"One of the Transformer with the norm does in part, by {in_part:.2f}, and the other seven" in page
-    assert "four of DIFF, three of the Transformer with the norm and one of each other arm" in page
-    assert "12 of 16 DIFF runs and 15 of the twin's" in text_of("README.md")
-    assert "12 of 16 DIFF runs look up, and 15 of 16 Transformers" in text_of("docs/findings.md")
+    assert counts == [12, 14, 15, 15, 15, 15]
+    assert late == [4, 2, 1, 1, 1, 3]
+    others = [one for arm, found in ends.items() if arm not in ("diff", "v2") for one in found]
+    ranges = [f"{min(found):.2f} to {max(found):.2f}" for found in (ends["diff"], ends["v2"], others)]
+    words = f"by {ranges[0]}, {ranges[1]} and {ranges[2]}"
+    assert f"12 of DIFF, 14 of V2 and 15 of each other arm look up, {words}" in page
+    *nine, in_part = sorted(below)
+    assert len(nine) == 9
+    assert all(abs(one) < 0.1 for one in nine)
+    assert f"One of the Transformer with the norm does in part, by {in_part:.2f}, and the other nine" in page
+    assert "four of DIFF, three of the Transformer with the norm, two of V2 and one of each other arm" in page
+    assert "12 of 16 DIFF, 14 V2 and 15 twin runs find" in text_of("README.md")
+    assert text_of("docs/findings.md").count("12 of 16 DIFF, 14 V2 and 15 Transformer runs look up") == 2
     peaks = [
-        fmean(figure_by_seed(studies, "lookup-laptop", "hidden states", arm, ()).values()) for arm in ("diff", "twin")
+        fmean(figure_by_seed(studies, "lookup-laptop", "hidden states", arm, ()).values())
+        for arm in ("diff", "v2", "twin")
     ]
-    assert f"the largest hidden state of DIFF is {peaks[0] / peaks[1]:.2f} of the Transformer's" in page
+    diff, v2 = (peak / peaks[-1] for peak in peaks[:-1])
+    assert f"the largest hidden state of DIFF is {diff:.2f} of the Transformer's and V2's {v2:.2f}" in page
 
 
 def test_what_the_second_map_does_to_lookup(found):
@@ -586,6 +589,9 @@ def test_what_the_second_map_does_to_lookup(found):
     assert norm.state == "not tested"
     times = factor(norm.effect, norm.low, norm.high)
     assert f"takes {times} times as many steps, on {norm.same_direction} of 16 seeds" in said
+    v2 = of["DIFF V2 minus Transformer, steps"]
+    assert v2.state == "not tested"
+    assert f"V2 takes {factor(v2.effect, v2.low, v2.high)} times as many steps, which is not tested" in said
 
 
 def factor(effect, low, high):
