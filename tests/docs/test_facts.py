@@ -360,6 +360,33 @@ def test_what_makes_recall_come_soon(studies, found):
         assert steps in text_of(path)
 
 
+def test_what_makes_recall_come_soon_without_noise(studies, found):
+    evidence, page = studies["recall-laptop"], text_of("docs/studies/recall.md")
+    arms = {True: ("diff", "wide-norm"), False: ("no-norm", "wide")}
+    first = {
+        (normed, arm): [
+            min((s for s, v in zip(curve.steps, curve.values, strict=True) if v >= 0.9), default=inf)
+            for run in evidence.at(arm, ("0",)).values()
+            for curve in [run.curves["validation_accuracy"]]
+        ]
+        for normed, names in arms.items()
+        for arm in names
+    }
+    without, with_norm = (sum(first[k, arm].count(inf) for arm in arms[k]) for k in (False, True))
+    assert f"Here {without} of 40 runs without the norm count with 1,200, and {with_norm} of 40 with it" in page
+    assert [median(first[True, arm]) for arm in arms[True]] == [75, 75]
+    assert "for half of the runs with the norm within 75 steps" in page
+    norm, subtraction = (
+        next(f.difference for one in found for f in one.findings if f.contrast.name == name)
+        for name in ("norm, without noise", "subtraction, without noise")
+    )
+    sooner = f"{exp(-norm.mean):.1f} [{exp(-norm.high):.1f}, {exp(-norm.low):.1f}] times"
+    for path in ("README.md", "docs/findings.md", "docs/studies/recall.md"):
+        assert sooner in text_of(path)
+    steps = f"{exp(subtraction.mean):.2f} [{exp(subtraction.low):.2f}, {exp(subtraction.high):.2f}]"
+    assert f"with a second map recall takes {steps} of the steps" in page
+
+
 def test_the_operations_of_the_controls_at_equal_parameters():
     twin = DiffTransformerConfig(attention_type="softmax", **preset("830m").fields)
     wanted = count(twin, context_tokens=2048)
