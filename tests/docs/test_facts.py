@@ -360,6 +360,28 @@ def test_what_makes_recall_come_soon(studies, found):
         assert steps in text_of(path)
 
 
+def test_what_the_norm_alone_does_to_recall(studies, found):
+    of = {f.contrast.name: f for one in found if one.records.slug == "recall-laptop" for f in one.findings}
+    page = text_of("docs/studies/recall.md")
+    for name, words in (
+        ("Transformer + norm minus Transformer, 0.6 noise", "recall comes {} times as soon, in 20 of 20 runs"),
+        ("wide heads + norm minus wide heads, 0.6 noise", "On wide heads it comes {} times as soon"),
+    ):
+        found_of = of[name].difference
+        sooner = f"{exp(-found_of.mean):.1f} [{exp(-found_of.high):.1f}, {exp(-found_of.low):.1f}]"
+        assert words.format(sooner) in page
+    beside = of["DIFF minus Transformer + norm, 0.6 noise"]
+    assert beside.state == "not tested"
+    assert f"DIFF takes {factor(beside.effect, beside.low, beside.high)} of the steps, which is not tested" in page
+    evidence = studies["recall-laptop"]
+    there = [
+        sum(max(run.curves["validation_accuracy"].values) >= 0.9 for run in evidence.at(arm, ("0.6",)).values())
+        for arm in ("twin-norm", "twin")
+    ]
+    assert there == [20, 5]
+    assert "where the Transformer gets there in 5" in page
+
+
 def test_what_makes_recall_come_soon_without_noise(studies, found):
     evidence, page = studies["recall-laptop"], text_of("docs/studies/recall.md")
     arms = {True: ("diff", "wide-norm"), False: ("no-norm", "wide")}
