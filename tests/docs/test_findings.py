@@ -137,6 +137,10 @@ def test_the_table_of_parts_says_what_the_studies_say():
     ):
         assert factor in " ".join(page.split())
         assert factor in cells[models][1]
+    worth = cells["DIFF / Transformer + norm"][0].removesuffix(", explored")
+    assert f"DIFF needs {worth} of the tokens (explored)" in " ".join(
+        (DOCS / "studies" / "parts.md").read_text("utf-8").split()
+    )
     more = pages().in_tokens("parts-laptop", "DIFF without norm minus DIFF")
     mean, low, high = (1 / (1 + float(one) / 100) for one in re.findall(r"[+-][\d.]+", more))
     assert cells["DIFF / DIFF without norm"][0] == f"**{mean:.2f} [{high:.2f}, {low:.2f}]**"
