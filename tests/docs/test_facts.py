@@ -604,6 +604,17 @@ def test_which_runs_of_lookup_look_up(studies):
     assert f"the largest hidden state of DIFF is {diff:.2f} of the Transformer's and V2's {v2:.2f}" in page
 
 
+def test_lookup_does_not_need_more_than_4_bits_of_logits(found):
+    (study,) = (one for one in found if one.records.slug == "lookup-laptop")
+    means = {(row.figure.label, row.arm.name): row.statistic.mean for row in study.rows}
+    arms = {arm for _, arm in means}
+    exact, rounded = "lookup among 4 numbers", "lookup among 4 numbers, logits of 4 bits"
+    most = max(abs(means[rounded, arm] - means[exact, arm]) for arm in arms)
+    assert len(arms) == 6
+    page = text_of("docs/studies/lookup.md")
+    assert f"With attention logits of 4 bits each arm looks up as before, to {most:.2f}" in page
+
+
 def test_what_the_second_map_does_to_lookup(found):
     (study,) = (one for one in found if one.records.slug == "lookup-laptop")
     of = {one.contrast.name: one for one in study.findings}
