@@ -210,7 +210,7 @@ def test_what_parts_are_worth_in_tokens(found):
     assert states["DIFF V2 minus DIFF V2 with added maps"] == "above"
     worth = worths["DIFF V2 minus DIFF V2 with added maps"].tokens
     mean, low, high = (f"{100 * (2**one - 1):.0f}" for one in (worth.mean, worth.low, worth.high))
-    assert f"V2 needs {mean} % [{low}, {high}] more tokens with its second map subtracted" in text_of("README.md")
+    assert f"V2 needs {mean} % [{low}, {high}] more tokens subtracting than adding maps" in text_of("README.md")
 
 
 def test_what_pairs_of_maps_are_worth_beside_single_ones(studies):
@@ -381,6 +381,50 @@ def test_what_the_norm_alone_does_to_recall(studies, found):
     ]
     assert there == [20, 5]
     assert "where the Transformer gets there in 5" in page
+
+
+def test_what_the_norm_does_to_recall_in_v2(studies, found):
+    (study,) = (one for one in found if one.records.slug == "recall-laptop")
+    of = {one.contrast.name: one for one in study.findings}
+    page = text_of("docs/studies/recall.md")
+    for name, state, words in (
+        ("DIFF V2 minus Transformer, 0.6 noise", "within", "Among noise V2 takes {} of the Transformer's steps"),
+        (
+            "DIFF V2 minus Transformer, 0 noise",
+            "open",
+            "Without noise V2 minus the Transformer is *open*, {} of the steps",
+        ),
+        (
+            "DIFF V2 + norm minus Transformer + norm, 0.6 noise",
+            "below",
+            "takes {} of the steps of the Transformer with the norm",
+        ),
+    ):
+        assert of[name].state == state
+        assert words.format(factor(of[name].effect, of[name].low, of[name].high)) in page
+    beside = of["DIFF V2 + norm minus Transformer + norm, 0.6 noise"]
+    times = factor(beside.effect, beside.low, beside.high)
+    assert f"V2 + norm takes {times} of twin + norm's" in text_of("README.md")
+    assert f"V2 + norm takes {times} of the Transformer + norm's" in text_of("docs/findings.md")
+    for name, state, words in (
+        ("DIFF V2 + norm minus DIFF V2, 0.6 noise", "below", "With the norm V2 recalls {} times as soon"),
+        ("DIFF V2 + norm minus DIFF V2, 0 noise", "not tested", "with the norm, V2 recalls {} times as soon"),
+    ):
+        assert of[name].state == state
+        sooner = f"{exp(-of[name].effect):.1f} [{exp(-of[name].high):.1f}, {exp(-of[name].low):.1f}]"
+        assert words.format(sooner) in page
+    evidence = studies["recall-laptop"]
+    never = [
+        sum(max(run.curves["validation_accuracy"].values) < 0.9 for run in evidence.at(arm, ("0.6",)).values())
+        for arm in ("v2", "twin", "v2-norm")
+    ]
+    assert never == [13, 15, 0]
+    assert f"{never[0]} of its 20 runs count with 1,200, and {never[1]} of the Transformer's" in page
+    figure = of["DIFF V2 minus Transformer, 0.6 noise"].figure
+    normed, wide = (study.records.numbers(figure, arm, ("0.6",)) for arm in ("v2-norm", "wide-norm"))
+    beside = sign_flip([log(normed[seed].value / wide[seed].value) for seed in range(3000, 3020)])
+    times = factor(beside.mean, beside.low, beside.high)
+    assert f"against wide heads with the norm it takes {times} (explored)" in page
 
 
 def test_what_makes_recall_come_soon_without_noise(studies, found):
