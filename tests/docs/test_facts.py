@@ -427,6 +427,22 @@ def test_what_the_norm_does_to_recall_in_v2(studies, found):
     assert f"against wide heads with the norm it takes {times} (explored)" in page
 
 
+def test_what_xsa_does_to_recall(studies, found):
+    of = {f.contrast.name: f for one in found if one.records.slug == "recall-laptop" for f in one.findings}
+    page = text_of("docs/studies/recall.md")
+    for name, state, words in (
+        ("XSA minus Transformer, 0.6 noise", "below", "Among noise it comes {} times as soon as in the Transformer"),
+        ("XSA minus Transformer, 0 noise", "not tested", "and without noise {} times, which is not tested"),
+    ):
+        assert of[name].state == state
+        assert (
+            words.format(f"{exp(-of[name].effect):.1f} [{exp(-of[name].high):.1f}, {exp(-of[name].low):.1f}]") in page
+        )
+    runs = studies["recall-laptop"].at("xsa", ("0.6",)).values()
+    there = sum(max(run.curves["validation_accuracy"].values) >= 0.9 for run in runs)
+    assert f"in {there} of {len(runs)} runs, and without noise" in page
+
+
 def test_what_makes_recall_come_soon_without_noise(studies, found):
     evidence, page = studies["recall-laptop"], text_of("docs/studies/recall.md")
     arms = {True: ("diff", "wide-norm"), False: ("no-norm", "wide")}
