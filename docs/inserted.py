@@ -308,7 +308,7 @@ class Inserted:
         titles = ("tokens for the same loss", "steps until it looks up", "steps until it recalls, 60 % noise")
         note = (
             "Factors with 95 % intervals; below 1 the part helps. Bold: decided by the plan; open: tested by it, and not "
-            "decided; explored: in no plan."
+            "decided; explored: in no plan. A run that does not learn counts with the last step, which draws factors to 1."
         )
         return Table("parts", "", (*names("part", "models"), *map(Group, titles)), rows, [note]).markdown()
 

@@ -54,8 +54,12 @@ def setting(index, arm, at):
 
 
 def chosen_rates(index, folder):
-    """The learning rate of each arm and setting, and the mean of each that was tried, from the runs that choose rates."""
-    runs, found = [], []
+    """The learning rate of each arm and setting, and the mean of each that was tried, from the runs that choose rates.
+
+    The first figure decides, and at a tie the next one.
+    """
+    figures, runs, found = [one for one in index["figures"] if not one["secondary"]], [], []
+    signs = [1 if figure["better"] == "lower" else -1 for figure in figures]
     for member in index["members"]:
         if member["is_tuning"]:
             run = json.loads((folder / member["file"]).read_text("utf-8"))["result"]
@@ -64,10 +68,10 @@ def chosen_rates(index, folder):
         tried = {}
         for member, value, run in runs:
             if member["arm"] == rate["arm"] and rate["point"].items() <= member["point"].items():
-                tried.setdefault(value, []).append(figure_value(run, index["figures"][0])[0])
-        means = {value: float(np.mean(figures)) for value, figures in tried.items()}
-        best = min if index["figures"][0]["better"] == "lower" else max
-        found.append((best(means, key=means.get), means))
+                tried.setdefault(value, []).append([figure_value(run, figure)[0] for figure in figures])
+        means = {value: np.mean(rows, axis=0) for value, rows in tried.items()}
+        best = min(means, key=lambda value: tuple(signs * means[value]))
+        found.append((best, {value: float(row[0]) for value, row in means.items()}))
     return found
 
 

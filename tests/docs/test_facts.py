@@ -443,6 +443,34 @@ def test_what_xsa_does_to_recall(studies, found):
     assert f"in {there} of {len(runs)} runs, and without noise" in page
 
 
+def test_what_the_gate_does_to_recall(studies, found):
+    of = {f.contrast.name: f for one in found if one.records.slug == "recall-laptop" for f in one.findings}
+    page = text_of("docs/studies/recall.md")
+    for name, state, words in (
+        (
+            "The gate minus Transformer, 0.6 noise",
+            "within",
+            "Among noise it takes {} times the steps of the Transformer",
+        ),
+        ("The gate minus Transformer, 0 noise", "not tested", "without noise it takes {} times as many"),
+    ):
+        assert of[name].state == state
+        assert words.format(factor(of[name].effect, of[name].low, of[name].high)) in page
+    never = [
+        sum(
+            max(run.curves["validation_accuracy"].values) < 0.9
+            for run in studies["recall-laptop"].at(arm, ("0.6",)).values()
+        )
+        for arm in ("gate", "twin")
+    ]
+    assert f"since {never[0]} of its 20 runs count with 1,200, as {never[1]} of the Transformer's do" in page
+    (rate,) = (
+        one for one in studies["recall-laptop"].index.rates if one.arm == "gate" and one.point == {"noise": "0.6"}
+    )
+    assert {steps for _, steps in rate.tried} == {1200}
+    assert "None of the runs that choose its rate got there among noise" in page
+
+
 def test_what_makes_recall_come_soon_without_noise(studies, found):
     evidence, page = studies["recall-laptop"], text_of("docs/studies/recall.md")
     arms = {True: ("diff", "wide-norm"), False: ("no-norm", "wide")}
