@@ -463,7 +463,7 @@ def test_what_the_gate_does_to_recall(studies, found):
         )
         for arm in ("gate", "twin")
     ]
-    assert f"since {never[0]} of its 20 runs count with 1,200, as {never[1]} of the Transformer's do" in page
+    assert f"because {never[0]} of its 20 runs count with 1,200, as {never[1]} of the Transformer's do" in page
     (rate,) = (
         one for one in studies["recall-laptop"].index.rates if one.arm == "gate" and one.point == {"noise": "0.6"}
     )
@@ -702,6 +702,19 @@ def test_lookup_does_not_need_more_than_4_bits_of_logits(found):
     assert len(arms) == 6
     page = text_of("docs/studies/lookup.md")
     assert f"With attention logits of 4 bits each arm looks up as before, to {most:.2f}" in page
+
+
+def test_what_models_of_lookup_answer_for_an_absent_city(found):
+    (study,) = (one for one in found if one.records.slug == "lookup-laptop")
+    shares = {
+        row.arm.name: row.statistic.mean
+        for row in study.rows
+        if row.figure.label == "names a number of the context for an absent city"
+    }
+    low, *_, high = sorted(shares, key=shares.__getitem__)
+    assert (low, high) == ("no-norm", "twin-norm")
+    said = f"from {shares[low]:.2f} (DIFF without norm) to {shares[high]:.2f} (the Transformer with the norm)"
+    assert f"{said} one of the context" in text_of("docs/studies/lookup.md")
 
 
 def test_what_the_second_map_does_to_lookup(found):
