@@ -341,7 +341,7 @@ def test_the_page_of_a_plan_shows_the_state_of_every_finding(tmp_path: Path) -> 
         "5" * 64, "Registered: committed before every run.",
     ):  # fmt: skip
         assert words in page.words
-    assert {"0.8000 *", "at the edge", "0.85 (+0.30)", "12 of 12"} <= set(page.cells)
+    assert {"0.8000 *", "0.001 (at the edge)", "0.85 (+0.30)", "12 of 12"} <= set(page.cells)
     younger = planned([Question(question="Does it?", contrasts=[PRIMARY])], at="2026-01-03T00:00:00Z")
     notes = study_page(analyse(answering(plan=younger))).sections[-1].notes
     assert notes[-1].startswith("Planned, not registered: runs/diff-seed0.json began on 2 January 2026, 03:0")

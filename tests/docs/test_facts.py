@@ -1,9 +1,11 @@
-"""What pages say of the demo, of recipes, of studies and of reports is what the recipes, the records and the code say."""
+"""What pages say of the demo, of recipes, of studies and of reports is what the recipes, the records and the code say.
+
+`test_learning.py` has what they say of recall and lookup.
+"""
 
 import re
 from datetime import timedelta
-from math import exp, inf, log
-from pathlib import Path
+from math import log
 from statistics import fmean, median
 
 import numpy as np
@@ -14,30 +16,12 @@ from scipy.stats import fisher_exact, spearmanr, ttest_ind
 from difftransformer.attention import VARIANTS
 from difftransformer.hub import open_model, source_folder
 from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
-from difftransformer_lab.analysis import read_studies
 from difftransformer_lab.recipe_files import read_recipe, shipped_recipes
 from difftransformer_lab.results import figure_of
-from difftransformer_lab.statistics import paired_difference, sign_flip
+from difftransformer_lab.statistics import paired_difference
 from difftransformer_lab.studies.design import load_study
 from tests.recompute import fieller
-
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-STUDIES = DOCS / "results" / "studies"
-
-
-def text_of(name):
-    return " ".join((ROOT / name).read_text("utf-8").split())
-
-
-@pytest.fixture(scope="module")
-def found():
-    return read_studies(STUDIES)
-
-
-@pytest.fixture(scope="module")
-def studies(found):
-    return {one.records.slug: one.records for one in found}
+from tests.support.pages import DOCS, factor, text_of
 
 
 @pytest.fixture(scope="module")
@@ -304,200 +288,6 @@ def test_what_the_normal_start_costs_at_3m(studies):
     assert f"DIFF minus Transformer is -{ahead:.3f}" in studies["start-laptop-3m"].index.correction.why
 
 
-def test_recall_among_noise(studies):
-    evidence, page = studies["noise-laptop"], text_of("docs/studies/noise.md")
-
-    def steps(arm, share):
-        curves = [run.curves["validation_accuracy"] for run in evidence.at(arm, (share,)).values()]
-        reached = ([s for s, v in zip(one.steps, one.values, strict=True) if v >= 0.9] for one in curves)
-        return [min(found, default=inf) for found in reached]
-
-    words = re.search(
-        r"Half of DIFF's runs give 90 % right answers within (\d+) of the 1,200 steps, and within (\d+) with noise, "
-        r"where (\d+) of the Transformer's 20 never do",
-        page,
-    )
-    found = (median(steps("diff", "0")), median(steps("diff", "0.6")), steps("twin", "0.6").count(inf))
-    assert found == tuple(map(int, words.groups()))
-    diff, v2, wide, twin = (20 - steps(arm, "0.6").count(inf) for arm in ("diff", "v2", "wide", "twin"))
-    assert diff == 20
-    said = (
-        f"all 20 DIFF runs reach 90 % right answers in 1,200 steps, {v2} of V2's, {wide} of wide heads' and {twin} of"
-    )
-    assert said in page
-
-
-def test_what_makes_recall_come_soon(studies, found):
-    evidence, page = studies["recall-laptop"], text_of("docs/studies/recall.md")
-    curves = {
-        arm: [run.curves["validation_accuracy"] for run in evidence.at(arm, ("0.6",)).values()]
-        for arm in ("diff", "wide-norm", "no-norm", "wide")
-    }
-    first = {
-        arm: [min((s for s, v in zip(one.steps, one.values, strict=True) if v >= 0.9), default=inf) for one in runs]
-        for arm, runs in curves.items()
-    }
-    diff, norm, bare, wide = (20 - steps.count(inf) for steps in first.values())
-    said = f"In 1,200 steps {diff} of 20 runs of DIFF get there, {norm} of wide heads with the norm, {bare} of DIFF"
-    assert f"{said} without norm and {wide} of wide heads, half of the first two within 175 steps" in page
-    never = {arm: steps.count(inf) for arm, steps in first.items()}
-    without, with_norm = never["no-norm"] + never["wide"], never["diff"] + never["wide-norm"]
-    assert f"{without} of 40 runs without the norm count with 1,200 and {with_norm} of 40 with it" in page
-    assert max(median(first["diff"]), median(first["wide-norm"])) == 175
-    assert (
-        f"{norm} of 20 runs of wide heads and {diff} of DIFF in 1,200 steps; without it {wide} and {bare}"
-        in text_of("docs/findings.md")
-    )
-    norm, subtraction = (
-        next(f.difference for one in found for f in one.findings if f.contrast.name == name)
-        for name in ("norm, at 0.6 noise", "subtraction, at 0.6 noise")
-    )
-    sooner = f"{exp(-norm.mean):.1f} [{exp(-norm.high):.1f}, {exp(-norm.low):.1f}] times as soon"
-    steps = f"{exp(subtraction.mean):.2f} [{exp(subtraction.low):.2f}, {exp(subtraction.high):.2f}]"
-    assert f"beyond that by {exp(-0.223) - exp(subtraction.low):.3f}" in page
-    for path in ("README.md", "docs/findings.md", "docs/studies/recall.md"):
-        assert sooner in text_of(path)
-        assert steps in text_of(path)
-
-
-def test_what_the_norm_alone_does_to_recall(studies, found):
-    of = {f.contrast.name: f for one in found if one.records.slug == "recall-laptop" for f in one.findings}
-    page = text_of("docs/studies/recall.md")
-    for name, words in (
-        ("Transformer + norm minus Transformer, 0.6 noise", "recall comes {} times as soon, in 20 of 20 runs"),
-        ("wide heads + norm minus wide heads, 0.6 noise", "On wide heads it comes {} times as soon"),
-        ("Transformer + norm minus Transformer, 0 noise", "On the Transformer's own heads it comes {} times as soon"),
-    ):
-        found_of = of[name].difference
-        sooner = f"{exp(-found_of.mean):.1f} [{exp(-found_of.high):.1f}, {exp(-found_of.low):.1f}]"
-        assert words.format(sooner) in page
-    beside = of["DIFF minus Transformer + norm, 0.6 noise"]
-    assert beside.state == "not tested"
-    assert f"DIFF takes {factor(beside.effect, beside.low, beside.high)} of the steps, which is not tested" in page
-    evidence = studies["recall-laptop"]
-    there = [
-        sum(max(run.curves["validation_accuracy"].values) >= 0.9 for run in evidence.at(arm, ("0.6",)).values())
-        for arm in ("twin-norm", "twin")
-    ]
-    assert there == [20, 5]
-    assert "where the Transformer gets there in 5" in page
-
-
-def test_what_the_norm_does_to_recall_in_v2(studies, found):
-    (study,) = (one for one in found if one.records.slug == "recall-laptop")
-    of = {one.contrast.name: one for one in study.findings}
-    page = text_of("docs/studies/recall.md")
-    for name, state, words in (
-        ("DIFF V2 minus Transformer, 0.6 noise", "within", "Among noise V2 takes {} of the Transformer's steps"),
-        (
-            "DIFF V2 minus Transformer, 0 noise",
-            "open",
-            "Without noise V2 minus the Transformer is *open*, {} of the steps",
-        ),
-        (
-            "DIFF V2 + norm minus Transformer + norm, 0.6 noise",
-            "below",
-            "takes {} of the steps of the Transformer with the norm",
-        ),
-    ):
-        assert of[name].state == state
-        assert words.format(factor(of[name].effect, of[name].low, of[name].high)) in page
-    beside = of["DIFF V2 + norm minus Transformer + norm, 0.6 noise"]
-    times = factor(beside.effect, beside.low, beside.high)
-    assert f"V2 + norm takes {times} of twin + norm's" in text_of("README.md")
-    assert f"V2 + norm takes {times} of the Transformer + norm's" in text_of("docs/findings.md")
-    for name, state, words in (
-        ("DIFF V2 + norm minus DIFF V2, 0.6 noise", "below", "With the norm V2 recalls {} times as soon"),
-        ("DIFF V2 + norm minus DIFF V2, 0 noise", "not tested", "with the norm, V2 recalls {} times as soon"),
-    ):
-        assert of[name].state == state
-        sooner = f"{exp(-of[name].effect):.1f} [{exp(-of[name].high):.1f}, {exp(-of[name].low):.1f}]"
-        assert words.format(sooner) in page
-    evidence = studies["recall-laptop"]
-    never = [
-        sum(max(run.curves["validation_accuracy"].values) < 0.9 for run in evidence.at(arm, ("0.6",)).values())
-        for arm in ("v2", "twin", "v2-norm")
-    ]
-    assert never == [13, 15, 0]
-    assert f"{never[0]} of its 20 runs count with 1,200, and {never[1]} of the Transformer's" in page
-    figure = of["DIFF V2 minus Transformer, 0.6 noise"].figure
-    normed, wide = (study.records.numbers(figure, arm, ("0.6",)) for arm in ("v2-norm", "wide-norm"))
-    beside = sign_flip([log(normed[seed].value / wide[seed].value) for seed in range(3000, 3020)])
-    times = factor(beside.mean, beside.low, beside.high)
-    assert f"against wide heads with the norm it takes {times} (explored)" in page
-
-
-def test_what_xsa_does_to_recall(studies, found):
-    of = {f.contrast.name: f for one in found if one.records.slug == "recall-laptop" for f in one.findings}
-    page = text_of("docs/studies/recall.md")
-    for name, state, words in (
-        ("XSA minus Transformer, 0.6 noise", "below", "Among noise it comes {} times as soon as in the Transformer"),
-        ("XSA minus Transformer, 0 noise", "not tested", "and without noise {} times, which is not tested"),
-    ):
-        assert of[name].state == state
-        assert (
-            words.format(f"{exp(-of[name].effect):.1f} [{exp(-of[name].high):.1f}, {exp(-of[name].low):.1f}]") in page
-        )
-    runs = studies["recall-laptop"].at("xsa", ("0.6",)).values()
-    there = sum(max(run.curves["validation_accuracy"].values) >= 0.9 for run in runs)
-    assert f"in {there} of {len(runs)} runs, and without noise" in page
-
-
-def test_what_the_gate_does_to_recall(studies, found):
-    of = {f.contrast.name: f for one in found if one.records.slug == "recall-laptop" for f in one.findings}
-    page = text_of("docs/studies/recall.md")
-    for name, state, words in (
-        (
-            "The gate minus Transformer, 0.6 noise",
-            "within",
-            "Among noise it takes {} times the steps of the Transformer",
-        ),
-        ("The gate minus Transformer, 0 noise", "not tested", "without noise it takes {} times as many"),
-    ):
-        assert of[name].state == state
-        assert words.format(factor(of[name].effect, of[name].low, of[name].high)) in page
-    never = [
-        sum(
-            max(run.curves["validation_accuracy"].values) < 0.9
-            for run in studies["recall-laptop"].at(arm, ("0.6",)).values()
-        )
-        for arm in ("gate", "twin")
-    ]
-    assert f"because {never[0]} of its 20 runs count with 1,200, as {never[1]} of the Transformer's do" in page
-    (rate,) = (
-        one for one in studies["recall-laptop"].index.rates if one.arm == "gate" and one.point == {"noise": "0.6"}
-    )
-    assert {steps for _, steps in rate.tried} == {1200}
-    assert "None of the runs that choose its rate got there among noise" in page
-
-
-def test_what_makes_recall_come_soon_without_noise(studies, found):
-    evidence, page = studies["recall-laptop"], text_of("docs/studies/recall.md")
-    arms = {True: ("diff", "wide-norm"), False: ("no-norm", "wide")}
-    first = {
-        (normed, arm): [
-            min((s for s, v in zip(curve.steps, curve.values, strict=True) if v >= 0.9), default=inf)
-            for run in evidence.at(arm, ("0",)).values()
-            for curve in [run.curves["validation_accuracy"]]
-        ]
-        for normed, names in arms.items()
-        for arm in names
-    }
-    without, with_norm = (sum(first[k, arm].count(inf) for arm in arms[k]) for k in (False, True))
-    assert f"Here {without} of 40 runs without the norm count with 1,200, and {with_norm} of 40 with it" in page
-    assert [median(first[True, arm]) for arm in arms[True]] == [75, 75]
-    assert "for half of the runs with the norm within 75 steps" in page
-    norm, subtraction = (
-        next(f.difference for one in found for f in one.findings if f.contrast.name == name)
-        for name in ("norm, without noise", "subtraction, without noise")
-    )
-    sooner = f"{exp(-norm.mean):.1f} [{exp(-norm.high):.1f}, {exp(-norm.low):.1f}] times"
-    for path in ("README.md", "docs/findings.md", "docs/studies/recall.md"):
-        assert sooner in text_of(path)
-    steps = f"{exp(subtraction.mean):.2f} [{exp(subtraction.low):.2f}, {exp(subtraction.high):.2f}]"
-    assert f"with a second map recall takes {steps} of the steps" in page
-
-
 def test_the_operations_of_the_controls_at_equal_parameters():
     twin = DiffTransformerConfig(attention_type="softmax", **preset("830m").fields)
     wanted = count(twin, context_tokens=2048)
@@ -656,115 +446,6 @@ def test_clean_text_at_rates_chosen_on_it(studies):
     assert f"losses are {tried['twin'][0.004]:.3f} at 0.004 and {tried['twin'][0.008]:.3f} at 0.008" in said
 
 
-def test_which_runs_of_lookup_look_up(studies):
-    evidence, seeds = studies["lookup-laptop"], range(6000, 6016)
-    page = text_of("docs/studies/lookup.md")
-    ends, late, below = {}, [], []
-    for arm in ("diff", "v2", "twin", "wide-norm", "no-norm", "twin-norm"):
-        runs = [evidence.ended(arm, ())[seed] for seed in seeds]
-        among4 = [
-            figure.value
-            for run in runs
-            for figure in run.figures
-            if (figure.task, figure.name, figure.at.get("needles")) == ("needle", "lookup", 4)
-        ]
-        below.extend(one for one in among4 if one <= 0.5)
-        ends[arm] = sorted(one for one in among4 if one > 0.5)
-        late.append(sum(max(run.curves["validation_accuracy"].values) < 0.9 for run in runs))
-    counts = [len(found) for found in ends.values()]
-    assert counts == [12, 14, 15, 15, 15, 15]
-    assert late == [4, 2, 1, 1, 1, 3]
-    others = [one for arm, found in ends.items() if arm not in ("diff", "v2") for one in found]
-    ranges = [f"{min(found):.2f} to {max(found):.2f}" for found in (ends["diff"], ends["v2"], others)]
-    words = f"by {ranges[0]}, {ranges[1]} and {ranges[2]}"
-    assert f"12 of DIFF, 14 of V2 and 15 of each other arm look up, {words}" in page
-    *nine, in_part = sorted(below)
-    assert len(nine) == 9
-    assert all(abs(one) < 0.1 for one in nine)
-    assert f"One of the Transformer with the norm does in part, by {in_part:.2f}, and the other nine" in page
-    assert "four of DIFF, three of the Transformer with the norm, two of V2 and one of each other arm" in page
-    assert "12 of 16 DIFF, 14 V2 and 15 twin runs find" in text_of("README.md")
-    assert text_of("docs/findings.md").count("12 of 16 DIFF, 14 V2 and 15 Transformer runs look up") == 2
-    peaks = [
-        fmean(figure_by_seed(studies, "lookup-laptop", "hidden states", arm, ()).values())
-        for arm in ("diff", "v2", "twin")
-    ]
-    diff, v2 = (peak / peaks[-1] for peak in peaks[:-1])
-    assert f"the largest hidden state of DIFF is {diff:.2f} of the Transformer's and V2's {v2:.2f}" in page
-
-
-def test_lookup_does_not_need_more_than_4_bits_of_logits(found):
-    (study,) = (one for one in found if one.records.slug == "lookup-laptop")
-    means = {(row.figure.label, row.arm.name): row.statistic.mean for row in study.rows}
-    arms = {arm for _, arm in means}
-    exact, rounded = "lookup among 4 numbers", "lookup among 4 numbers, logits of 4 bits"
-    most = max(abs(means[rounded, arm] - means[exact, arm]) for arm in arms)
-    assert len(arms) == 6
-    page = text_of("docs/studies/lookup.md")
-    assert f"With attention logits of 4 bits each arm looks up as before, to {most:.2f}" in page
-
-
-def test_what_models_of_lookup_answer_for_an_absent_city(found):
-    (study,) = (one for one in found if one.records.slug == "lookup-laptop")
-    shares = {
-        row.arm.name: row.statistic.mean
-        for row in study.rows
-        if row.figure.label == "names a number of the context for an absent city"
-    }
-    low, *_, high = sorted(shares, key=shares.__getitem__)
-    assert (low, high) == ("no-norm", "twin-norm")
-    said = f"from {shares[low]:.2f} (DIFF without norm) to {shares[high]:.2f} (the Transformer with the norm)"
-    assert f"{said} one of the context" in text_of("docs/studies/lookup.md")
-
-
-def test_what_the_second_map_does_to_lookup(found):
-    (study,) = (one for one in found if one.records.slug == "lookup-laptop")
-    of = {one.contrast.name: one for one in study.findings}
-    steps, share = (of[f"DIFF minus wide heads + norm, {what}"] for what in ("steps", "lookup among 4"))
-    without = of["DIFF minus DIFF without norm, steps"]
-    for times in (factor(one.effect, one.low, one.high) for one in (steps, without)):
-        for page in ("docs/findings.md", "docs/studies/lookup.md"):
-            assert f"{times} times as many" in text_of(page)
-        assert times in text_of("README.md")
-    for page in ("docs/findings.md", "docs/studies/lookup.md"):
-        assert f"by {-share.effect:.2f}" in text_of(page)
-    far = [one for one in share.values.values() if one < -0.5]
-    said = text_of("docs/studies/lookup.md")
-    assert len(far) == 3
-    assert f"makes {-sum(far) / 16:.2f} of the {-share.effect:.2f}" in said
-    assert f"more of them on {steps.same_direction} of 16 seeds" in said
-    there = reaching(study, "diff") & reaching(study, "no-norm")
-    both = paired_difference([without.values[seed] for seed in sorted(there)], [0.0] * len(there))
-    times = factor(both.mean, both.low, both.high)
-    assert (
-        f"On the {len(there)} seeds on which both get there DIFF takes {times} times the steps of DIFF without norm"
-        in said
-    )
-    for arm, other, words in (
-        ("no-norm", "twin", "it takes {} times as many steps"),
-        ("diff", "twin-norm", "DIFF takes {} of its steps (explored)"),
-    ):
-        steps_of = [study.records.numbers(without.figure, name, ()) for name in (arm, other)]
-        explored = sign_flip([log(steps_of[0][seed].value / steps_of[1][seed].value) for seed in range(6000, 6016)])
-        assert words.format(factor(explored.mean, explored.low, explored.high)) in said
-    norm = of["Transformer + norm minus Transformer, steps"]
-    assert norm.state == "not tested"
-    times = factor(norm.effect, norm.low, norm.high)
-    assert f"takes {times} times as many steps, on {norm.same_direction} of 16 seeds" in said
-    v2 = of["DIFF V2 minus Transformer, steps"]
-    assert v2.state == "not tested"
-    assert f"V2 takes {factor(v2.effect, v2.low, v2.high)} times as many steps, which is not tested" in said
-
-
-def factor(effect, low, high):
-    return f"{exp(effect):.2f} [{exp(low):.2f}, {exp(high):.2f}]"
-
-
-def reaching(study, arm):
-    runs = study.records.ended(arm, ())
-    return {seed for seed, run in runs.items() if seed >= 6000 and max(run.curves["validation_accuracy"].values) >= 0.9}
-
-
 def test_the_losses_of_diff_at_two_rates_on_english_prose(studies):
     (tried,) = (dict(one.tried) for one in studies["start-english"].index.rates if one.arm == "diff")
     said = f"DIFF's losses at 0.004 and 0.008 are nearly equal, {tried[0.004]:.3f} and {tried[0.008]:.3f}"
@@ -780,17 +461,3 @@ def test_the_loss_at_the_end_of_a_high_first_loss(studies):
         at = [curve.values[curve.steps.index(24)] for curve in curves]
         ends[start] = f"{min(at):.2f} to {max(at):.2f}"
     assert f"the training loss is {ends['fan-in']}, and {ends['fan-in-small']} from small first logits" in said
-
-
-def test_mqar_is_learned_or_not(studies):
-    evidence = studies["synthetic-laptop"]
-    figure, ends = evidence.index.figures[0], {}
-    for arm in ("diff", "twin"):
-        ends[arm] = sorted(
-            figure_of(run, figure) for width in ("64", "32") for run in evidence.at(arm, (width,)).values()
-        )
-    assert f"{fmean(ends['diff']):.2f}" == "1.00"
-    low = [one for one in ends["twin"] if one < 0.5]
-    said, high = text_of("docs/studies/synthetic.md"), len(ends["twin"]) - len(low)
-    assert f"all {len(ends['diff'])} of DIFF's runs end at 1.00, and of the Transformer's {high}, the others" in said
-    assert f"the others at {low[0]:.2f} to {low[-1]:.2f}" in said

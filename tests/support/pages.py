@@ -1,12 +1,30 @@
-"""What the documentation inserts from records."""
+"""What pages say, and what they insert from records."""
 
 import importlib.util
 import tempfile
 from functools import cache
+from math import exp
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "inserted.py"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SCRIPT = DOCS / "inserted.py"
+
+
+def text_of(name: str) -> str:
+    """Return a page by its path from the root, with one space in place of each line end."""
+    return " ".join((ROOT / name).read_text("utf-8").split())
+
+
+def factor(effect: float, low: float, high: float) -> str:
+    """Write an effect on a logarithm as a factor, with its interval, as pages do."""
+    return f"{exp(effect):.2f} [{exp(low):.2f}, {exp(high):.2f}]"
+
+
+def sooner(effect: float, low: float, high: float) -> str:
+    """Write how many times as soon, from an effect on the logarithm of steps."""
+    return f"{exp(-effect):.1f} [{exp(-high):.1f}, {exp(-low):.1f}]"
 
 
 def load(path: Path) -> Any:
@@ -26,4 +44,4 @@ def pages() -> Any:
 @cache
 def filled(page: str) -> str:
     """Return a page of docs as the site shows it."""
-    return str(pages().fill((SCRIPT.parent / page).read_text("utf-8")))
+    return str(pages().fill((DOCS / page).read_text("utf-8")))

@@ -425,13 +425,14 @@ def rates_table(records: Records) -> Table:
     for one in index.rates:
         tried = dict(one.tried)
         setting = _at_words(records, one.point).removeprefix(" at ")
-        cells = [records.arm(one.arm).label, setting, f"{one.learning_rate:g}"]
+        cells = [records.arm(one.arm).label, setting, f"{one.learning_rate:g}", "at the edge" if one.is_at_edge else ""]
         for rate in every:
             mean = significant(tried[rate]) or DIVERGED if rate in tried else ""
             cells += [mean, MARK if rate == one.learning_rate else ""]
-        rows.append([*cells, "at the edge" if one.is_at_edge else ""])
+        rows.append(cells)
     tried_groups = (Group(f"{rate:g}", ("mean", "best"), "marked_value") for rate in every)
-    groups = (*names("model", "setting"), Group("chosen rate"), *tried_groups, *names("edge"))
+    chosen = Group("chosen rate", ("rate", "edge"), "remark")
+    groups = (*names("model", "setting"), chosen, *tried_groups)
     notes = [
         "Mean of the study's first figure over seeds of their own, which are in no comparison. *: the rate that was chosen. At "
         "the edge: a better rate may lie beyond. An empty cell: not tried."

@@ -1,0 +1,272 @@
+"""What pages say of how soon models learn to recall and to look up is what the records say."""
+
+import re
+from math import exp, inf, log
+from statistics import fmean, median
+
+import pytest
+
+from difftransformer_lab.results import figure_of
+from difftransformer_lab.statistics import paired_difference, sign_flip
+from tests.support.pages import factor, sooner, text_of
+
+RECALL = {  # a contrast and its state: how its page writes the effect, and in which words
+    ("Transformer + norm minus Transformer, 0.6 noise", "below"): (
+        sooner,
+        "recall comes {} times as soon, in 20 of 20",
+    ),
+    ("wide heads + norm minus wide heads, 0.6 noise", "below"): (sooner, "On wide heads it comes {} times as soon"),
+    ("Transformer + norm minus Transformer, 0 noise", "below"): (
+        sooner,
+        "On the Transformer's own heads it comes {} times as soon",
+    ),
+    ("DIFF minus Transformer + norm, 0.6 noise", "not tested"): (
+        factor,
+        "DIFF takes {} of the steps, which is not tested",
+    ),
+    ("subtraction, without noise", "open"): (factor, "with a second map recall takes {} of the steps"),
+    ("DIFF V2 minus Transformer, 0.6 noise", "within"): (factor, "Among noise V2 takes {} of the Transformer's steps"),
+    ("DIFF V2 minus Transformer, 0 noise", "open"): (
+        factor,
+        "Without noise V2 minus the Transformer is *open*, {} of the steps",
+    ),
+    ("DIFF V2 + norm minus Transformer + norm, 0.6 noise", "below"): (
+        factor,
+        "takes {} of the steps of the Transformer with the norm",
+    ),
+    ("DIFF V2 + norm minus DIFF V2, 0.6 noise", "below"): (sooner, "With the norm V2 recalls {} times as soon"),
+    ("DIFF V2 + norm minus DIFF V2, 0 noise", "not tested"): (sooner, "with the norm, V2 recalls {} times as soon"),
+    ("XSA minus Transformer, 0.6 noise", "below"): (
+        sooner,
+        "Among noise it comes {} times as soon as in the Transformer",
+    ),
+    ("XSA minus Transformer, 0 noise", "not tested"): (sooner, "and without noise {} times, which is not tested"),
+    ("The gate minus Transformer, 0.6 noise", "within"): (
+        factor,
+        "Among noise it takes {} times the steps of the Transformer",
+    ),
+    ("The gate minus Transformer, 0 noise", "not tested"): (factor, "without noise it takes {} times as many"),
+}
+
+
+def study_of(found, slug):
+    """The study, and its findings by name."""
+    (study,) = (one for one in found if one.records.slug == slug)
+    return study, {one.contrast.name: one for one in study.findings}
+
+
+def bounds(one):
+    return one.effect, one.low, one.high
+
+
+def first_steps(records, arm, *point):
+    """The first step at which each run of an arm has 90 % right answers when they are counted; inf if there is none."""
+    curves = [run.curves["validation_accuracy"] for run in records.at(arm, point).values()]
+    return [min((s for s, v in zip(one.steps, one.values, strict=True) if v >= 0.9), default=inf) for one in curves]
+
+
+def never(records, arm, *point):
+    return first_steps(records, arm, *point).count(inf)
+
+
+def explored(study, figure, arms, point, seeds):
+    """The effect of one arm minus the other on the logarithm of a figure, by the test of the plans."""
+    own, other = (study.records.numbers(figure, arm, point) for arm in arms)
+    found = sign_flip([log(own[seed].value / other[seed].value) for seed in seeds])
+    return found.mean, found.low, found.high
+
+
+def test_recall_in_the_study_of_noise(studies):
+    evidence, page = studies["noise-laptop"], text_of("docs/studies/noise.md")
+    words = re.search(
+        r"Half of DIFF's runs give 90 % right answers within (\d+) of the 1,200 steps, and within (\d+) with noise, "
+        r"where (\d+) of the Transformer's 20 never do",
+        page,
+    )
+    found = (*(median(first_steps(evidence, "diff", share)) for share in ("0", "0.6")), never(evidence, "twin", "0.6"))
+    assert found == tuple(map(int, words.groups()))
+    diff, v2, wide, twin = (20 - never(evidence, arm, "0.6") for arm in ("diff", "v2", "wide", "twin"))
+    assert diff == 20
+    said = (
+        f"all 20 DIFF runs reach 90 % right answers in 1,200 steps, {v2} of V2's, {wide} of wide heads' and {twin} of"
+    )
+    assert said in page
+
+
+@pytest.mark.parametrize(("contrast", "state"), RECALL)
+def test_recall(found, contrast, state):
+    _, of = study_of(found, "recall-laptop")
+    write, words = RECALL[contrast, state]
+    assert of[contrast].state == state
+    assert words.format(write(*bounds(of[contrast]))) in text_of("docs/studies/recall.md")
+
+
+def test_how_many_runs_recall_among_noise(studies):
+    evidence, page = studies["recall-laptop"], text_of("docs/studies/recall.md")
+    there = {one.name: 20 - never(evidence, one.name, "0.6") for one in evidence.index.arms}
+    diff, norm, bare, wide = (there[arm] for arm in ("diff", "wide-norm", "no-norm", "wide"))
+    said = f"In 1,200 steps {diff} of 20 runs of DIFF get there, {norm} of wide heads with the norm, {bare} of DIFF"
+    assert f"{said} without norm and {wide} of wide heads, half of the first two within 175 steps" in page
+    assert (
+        f"{norm} of 20 runs of wide heads and {diff} of DIFF in 1,200 steps; without it {wide} and {bare}"
+        in text_of("docs/findings.md")
+    )
+    assert max(median(first_steps(evidence, arm, "0.6")) for arm in ("diff", "wide-norm")) == 175
+    assert (
+        f"{40 - bare - wide} of 40 runs without the norm count with 1,200 and {40 - diff - norm} of 40 with it" in page
+    )
+    assert (there["twin-norm"], there["v2-norm"]) == (20, 20)
+    assert f"where the Transformer gets there in {there['twin']}" in page
+    v2, twin, gate = (20 - there[arm] for arm in ("v2", "twin", "gate"))
+    assert f"{v2} of its 20 runs count with 1,200, and {twin} of the Transformer's" in page
+    assert f"because {gate} of its 20 runs count with 1,200, as {twin} of the Transformer's do" in page
+    assert f"in {there['xsa']} of 20 runs, and without noise" in page
+
+
+def test_how_many_runs_recall_without_noise(studies):
+    evidence, page = studies["recall-laptop"], text_of("docs/studies/recall.md")
+    without, with_norm = (
+        sum(never(evidence, arm, "0") for arm in arms) for arms in (("no-norm", "wide"), ("diff", "wide-norm"))
+    )
+    assert f"Here {without} of 40 runs without the norm count with 1,200, and {with_norm} of 40 with it" in page
+    assert [median(first_steps(evidence, arm, "0")) for arm in ("diff", "wide-norm")] == [75, 75]
+    assert "for half of the runs with the norm within 75 steps" in page
+
+
+def test_what_every_page_says_of_recall(found):
+    _, of = study_of(found, "recall-laptop")
+    noise, clean = (f"{sooner(*bounds(of[f'norm, {where}']))} times" for where in ("at 0.6 noise", "without noise"))
+    second = of["subtraction, at 0.6 noise"]
+    for page in map(text_of, ("README.md", "docs/findings.md", "docs/studies/recall.md")):
+        assert f"{noise} as soon" in page
+        assert clean in page
+        assert factor(*bounds(second)) in page
+    assert f"beyond that by {exp(-0.223) - exp(second.low):.3f}" in text_of("docs/studies/recall.md")
+
+
+def test_what_the_maps_of_v2_do_to_recall_beside_the_norm(found):
+    study, of = study_of(found, "recall-laptop")
+    beside = of["DIFF V2 + norm minus Transformer + norm, 0.6 noise"]
+    times = factor(*bounds(beside))
+    assert f"V2 + norm takes {times} of twin + norm's" in text_of("README.md")
+    assert f"V2 + norm takes {times} of the Transformer + norm's" in text_of("docs/findings.md")
+    times = factor(*explored(study, beside.figure, ("v2-norm", "wide-norm"), ("0.6",), range(3000, 3020)))
+    assert f"against wide heads with the norm it takes {times} (explored)" in text_of("docs/studies/recall.md")
+
+
+def test_no_run_that_chose_the_rate_of_the_gate_recalls_among_noise(studies):
+    (rate,) = (
+        one for one in studies["recall-laptop"].index.rates if one.arm == "gate" and one.point == {"noise": "0.6"}
+    )
+    assert {steps for _, steps in rate.tried} == {1200}
+    assert "None of the runs that choose its rate got there among noise" in text_of("docs/studies/recall.md")
+
+
+def test_which_runs_of_lookup_look_up(studies):
+    evidence, seeds = studies["lookup-laptop"], range(6000, 6016)
+    page = text_of("docs/studies/lookup.md")
+    ends, late, below = {}, [], []
+    for arm in ("diff", "v2", "twin", "wide-norm", "no-norm", "twin-norm"):
+        runs = [evidence.ended(arm, ())[seed] for seed in seeds]
+        among4 = [
+            figure.value
+            for run in runs
+            for figure in run.figures
+            if (figure.task, figure.name, figure.at.get("needles")) == ("needle", "lookup", 4)
+        ]
+        below.extend(one for one in among4 if one <= 0.5)
+        ends[arm] = sorted(one for one in among4 if one > 0.5)
+        late.append(never(evidence, arm))
+    counts = [len(found) for found in ends.values()]
+    assert counts == [12, 14, 15, 15, 15, 15]
+    assert late == [4, 2, 1, 1, 1, 3]
+    others = [one for arm, found in ends.items() if arm not in ("diff", "v2") for one in found]
+    ranges = [f"{min(found):.2f} to {max(found):.2f}" for found in (ends["diff"], ends["v2"], others)]
+    words = f"by {ranges[0]}, {ranges[1]} and {ranges[2]}"
+    assert f"12 of DIFF, 14 of V2 and 15 of each other arm look up, {words}" in page
+    *nine, in_part = sorted(below)
+    assert len(nine) == 9
+    assert all(abs(one) < 0.1 for one in nine)
+    assert f"One of the Transformer with the norm does in part, by {in_part:.2f}, and the other nine" in page
+    assert "four of DIFF, three of the Transformer with the norm, two of V2 and one of each other arm" in page
+    assert "12 of 16 DIFF, 14 V2 and 15 twin runs find" in text_of("README.md")
+    assert text_of("docs/findings.md").count("12 of 16 DIFF, 14 V2 and 15 Transformer runs look up") == 2
+    figure = next(one for one in evidence.index.figures if one.label == "largest hidden state")
+    peaks = [fmean(one.value for one in evidence.numbers(figure, arm, ()).values()) for arm in ("diff", "v2", "twin")]
+    diff, v2 = (peak / peaks[-1] for peak in peaks[:-1])
+    assert f"the largest hidden state of DIFF is {diff:.2f} of the Transformer's and V2's {v2:.2f}" in page
+
+
+def test_lookup_does_not_need_more_than_4_bits_of_logits(found):
+    study, _ = study_of(found, "lookup-laptop")
+    means = {(row.figure.label, row.arm.name): row.statistic.mean for row in study.rows}
+    arms = {arm for _, arm in means}
+    exact, rounded = "lookup among 4 numbers", "lookup among 4 numbers, logits of 4 bits"
+    most = max(abs(means[rounded, arm] - means[exact, arm]) for arm in arms)
+    assert len(arms) == 6
+    page = text_of("docs/studies/lookup.md")
+    assert f"With attention logits of 4 bits each arm looks up as before, to {most:.2f}" in page
+
+
+def test_what_models_of_lookup_answer_for_an_absent_city(found):
+    study, _ = study_of(found, "lookup-laptop")
+    shares = {
+        row.arm.name: row.statistic.mean
+        for row in study.rows
+        if row.figure.label == "names a number of the context for an absent city"
+    }
+    low, *_, high = sorted(shares, key=shares.__getitem__)
+    assert (low, high) == ("no-norm", "twin-norm")
+    said = f"from {shares[low]:.2f} (DIFF without norm) to {shares[high]:.2f} (the Transformer with the norm)"
+    assert f"{said} one of the context" in text_of("docs/studies/lookup.md")
+
+
+def test_what_the_second_map_does_to_lookup(found):
+    study, of = study_of(found, "lookup-laptop")
+    steps, share = (of[f"DIFF minus wide heads + norm, {what}"] for what in ("steps", "lookup among 4"))
+    without = of["DIFF minus DIFF without norm, steps"]
+    for times in (factor(*bounds(one)) for one in (steps, without)):
+        for page in ("docs/findings.md", "docs/studies/lookup.md"):
+            assert f"{times} times as many" in text_of(page)
+        assert times in text_of("README.md")
+    for page in ("docs/findings.md", "docs/studies/lookup.md"):
+        assert f"by {-share.effect:.2f}" in text_of(page)
+    far = [one for one in share.values.values() if one < -0.5]
+    said = text_of("docs/studies/lookup.md")
+    assert len(far) == 3
+    assert f"makes {-sum(far) / 16:.2f} of the {-share.effect:.2f}" in said
+    assert f"more of them on {steps.same_direction} of 16 seeds" in said
+    arms = (first_steps(study.records, arm) for arm in ("diff", "no-norm"))
+    there = [seed for seed, *steps in zip(range(6000, 6016), *arms, strict=True) if max(steps) < inf]
+    both = paired_difference([without.values[seed] for seed in there], [0.0] * len(there))
+    times = factor(both.mean, both.low, both.high)
+    assert (
+        f"On the {len(there)} seeds on which both get there DIFF takes {times} times the steps of DIFF without norm"
+        in said
+    )
+    for arm, other, words in (
+        ("no-norm", "twin", "it takes {} times as many steps"),
+        ("diff", "twin-norm", "DIFF takes {} of its steps (explored)"),
+    ):
+        times = factor(*explored(study, without.figure, (arm, other), (), range(6000, 6016)))
+        assert words.format(times) in said
+    norm = of["Transformer + norm minus Transformer, steps"]
+    assert norm.state == "not tested"
+    assert f"takes {factor(*bounds(norm))} times as many steps, on {norm.same_direction} of 16 seeds" in said
+    v2 = of["DIFF V2 minus Transformer, steps"]
+    assert v2.state == "not tested"
+    assert f"V2 takes {factor(*bounds(v2))} times as many steps, which is not tested" in said
+
+
+def test_mqar_is_learned_or_not(studies):
+    evidence = studies["synthetic-laptop"]
+    figure, ends = evidence.index.figures[0], {}
+    for arm in ("diff", "twin"):
+        ends[arm] = sorted(
+            figure_of(run, figure) for width in ("64", "32") for run in evidence.at(arm, (width,)).values()
+        )
+    assert f"{fmean(ends['diff']):.2f}" == "1.00"
+    low = [one for one in ends["twin"] if one < 0.5]
+    said, high = text_of("docs/studies/synthetic.md"), len(ends["twin"]) - len(low)
+    assert f"all {len(ends['diff'])} of DIFF's runs end at 1.00, and of the Transformer's {high}, the others" in said
+    assert f"the others at {low[0]:.2f} to {low[-1]:.2f}" in said
