@@ -71,6 +71,21 @@ def test_the_twin_with_a_headwise_norm(norm, backend):
     torch.autograd.grad(layer(hidden)[0].square().sum(), list(layer.parameters()))
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa", "cpu"])
+def test_the_twin_with_a_factor_of_its_heads(backend):
+    config = DiffTransformerConfig(
+        attention_type="softmax", hidden_size=24, num_attention_heads=3, num_key_value_heads=1, softmax_head_scale=2.5
+    )
+    layer = drawn(SoftmaxAttention.from_config(config, 0)).float()
+    layer.backend = backend
+    hidden = states(2, 6, 24).float()
+    q, k, v = (x(hidden).unflatten(-1, (-1, 8)).transpose(1, 2) for x in (layer.q_proj, layer.k_proj, layer.v_proj))
+    heads = 2.5 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = layer.o_proj(heads.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(hidden)[0], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer(hidden, need_map=True)[0], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_twin_takes_no_norm_from_the_differential_model():
     """Models saved before the twin could have a norm may state head_norm, which never was the twin's."""
     fields = {"hidden_size": 32, "num_attention_heads": 4}
@@ -140,6 +155,10 @@ def test_options_that_mean_nothing_are_refused():
         DiffTransformerConfig(hidden_size=32, num_attention_heads=4, softmax_head_norm="layer")
     with pytest.raises(ConfigError, match="head_norm='row' is unknown; choose one of gain, plain, none"):
         SoftmaxAttention(16, 2, head_norm="row")
+    with pytest.raises(ConfigError, match="head_scale=0 gives heads of zero"):
+        SoftmaxAttention(16, 2, head_scale=0.0)
+    with pytest.raises(ConfigError, match="head_scale=inf: give a finite number"):
+        SoftmaxAttention(16, 2, head_scale=math.inf)
     DifferentialOptions(lambda_init=1.0, head_norm="gain", head_scale=0.2)
     DifferentialOptions(lambda_init=1.0, head_norm="none", lambda_form="constant")
 

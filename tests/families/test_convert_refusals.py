@@ -82,10 +82,11 @@ class TestModelsThatDiffLlamaLacks:
         assert "is_causal=False: DiffLlama is a decoder" in refusal(tmp_path, ConfigError)
 
 
-def test_a_norm_that_llama_lacks(source, tmp_path):
-    source(tiny(attention_type="softmax", softmax_head_norm="plain"))
+@pytest.mark.parametrize(("field", "value", "possible"), [("norm", "plain", "none"), ("scale", 2.0, 1.0)])
+def test_a_twin_that_llama_lacks(field, value, possible, source, tmp_path):
+    source(tiny(attention_type="softmax", **{f"softmax_head_{field}": value}))
     message = refusal(tmp_path, ConfigError, to="llama")
-    assert "softmax_head_norm='plain': Llama can express 'none' only" in message
+    assert f"softmax_head_{field}={value!r}: Llama can express {possible!r} only" in message
 
 
 @pytest.mark.parametrize("kind", ["softmax", "dex"])

@@ -318,6 +318,10 @@ class TestRefusals:
                 {"to": "softmax", "softmax_head_norm": "gain"},
                 "softmax_head_norm='gain': the model would not keep its function; leave it out, which means 'none'",
             ),
+            (
+                {"to": "softmax", "softmax_head_scale": 2.0},
+                "softmax_head_scale=2.0: the model would not keep its function",
+            ),
             ({"to": "diff", "dex_heads": [[0]] * 3}, "dex_heads is not an option of --to 'diff'"),
             ({"to": "dex", "dex_heads": [[0]] * 2}, "for each of the 3 layers"),
             ({"to": "dex", "dex_heads": [[0], [1], [0, 1]]}, "equally long"),

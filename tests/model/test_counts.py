@@ -48,6 +48,7 @@ CONFIGS = {
     "softmax": {"attention_type": "softmax"},
     "softmax, headwise norm": {"attention_type": "softmax", "softmax_head_norm": "gain"},
     "softmax, plain headwise norm": {"attention_type": "softmax", "softmax_head_norm": "plain"},
+    "softmax, scaled heads": {"attention_type": "softmax", "softmax_head_scale": 5.0},
     "softmax, QK norm": {"attention_type": "softmax", "qk_norm": True, "head_dim": 10},
     "grouped_diff_v2, QK norm": {"attention_type": "grouped_diff_v2", "qk_norm": True},
     "dex, QK norm": {"attention_type": "dex", "qk_norm": True, "num_key_value_heads": 1},

@@ -31,6 +31,7 @@ MODELS = {
     "softmax": {"attention_type": "softmax", "num_key_value_heads": 2},
     "diff": {"attention_type": "diff", "num_key_value_heads": 2},
     "softmax with a norm": {"attention_type": "softmax", "num_key_value_heads": 2, "softmax_head_norm": "gain"},
+    "softmax with a factor": {"attention_type": "softmax", "softmax_head_scale": 1.7},
     "diff with a window": {"sliding_window": 7, "lambda_form": "scalar", "lambda_value": 0.6, "head_scale": 1.3},
     "diff with a narrow value": {"value_head_dim": 32, "lambda_form": "head", "head_norm": "none"},
     "diff_v2": {"attention_type": "diff_v2", "num_key_value_heads": 2},
@@ -128,6 +129,7 @@ def test_the_engine(served):
     assert {name: tuple(result["heads"].values()) for name, (_, result) in served.items()} == {
         "softmax": (4, 2, 32),
         "softmax with a norm": (4, 2, 32),
+        "softmax with a factor": (4, 4, 32),
         "diff": (4, 1, 64),
         "diff with a window": (4, 2, 64),
         "diff with a narrow value": (4, 2, 64),

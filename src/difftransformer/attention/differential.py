@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..ops.problem import LOW_PRECISION
 from .base import QK_NORM_EPS, REPLICATED, AttentionConfig, HeadLayout, Option, PlainLayer, head_width
-from .head_norm import HEAD_NORM_EPS, HeadNorm, NormedAttention
+from .head_norm import HEAD_NORM_EPS, HeadNorm, NormedAttention, check_head_scale
 
 LambdaForm = Literal["layer", "head", "scalar", "token", "constant"]
 
@@ -62,7 +62,7 @@ class DifferentialOptions:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
-        for name in ("lambda_init", "lambda_value", "head_scale"):
+        for name in ("lambda_init", "lambda_value"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ConfigError(f"{name}={value}: give a finite number")
@@ -76,8 +76,8 @@ class DifferentialOptions:
                 "lambda_init=1 with a headwise norm gives heads of zero, since the norm is followed by (1 - lambda_init); "
                 "use head_norm='none' or another lambda_init, or set head_scale"
             )
-        if self.head_scale == 0:
-            raise ConfigError("head_scale=0 gives heads of zero; use another number")
+        if self.head_scale is not None:
+            check_head_scale(self.head_scale)
 
     def over(self, defaults: "DifferentialOptions") -> "DifferentialOptions":
         """Return a copy with the defaults in place of None."""

@@ -1,5 +1,6 @@
 """Attention with an optional norm and factor of each head before the output projection."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -31,6 +32,14 @@ class HeadwiseRMSNorm(RMSNorm):
         return compute(*tensors, norm=(self.weight, self.eps, factor), **options)
 
 
+def check_head_scale(scale: float) -> None:
+    """Raise ConfigError for a factor of the heads that is 0 or not finite."""
+    if not math.isfinite(scale):
+        raise ConfigError(f"head_scale={scale}: give a finite number")
+    if scale == 0:
+        raise ConfigError("head_scale=0 gives heads of zero; use another number")
+
+
 class NormedAttention(Constants, Attention):
     """Base of the variants with an optional headwise norm.
 
@@ -46,8 +55,9 @@ class NormedAttention(Constants, Attention):
         """Set `head_norm`, without a norm if `kind` is "none", and `head_scale`.
 
         Raises:
-            ConfigError: there is no such kind.
+            ConfigError: there is no such kind, or the scale is 0 or not finite.
         """
+        check_head_scale(scale)
         if kind not in get_args(HeadNorm):
             raise ConfigError(f"head_norm={kind!r} is unknown; choose one of {', '.join(get_args(HeadNorm))}")
         self.head_norm = None

@@ -11,9 +11,10 @@ class SoftmaxAttention(NormedAttention):
     """Multi-head attention of the same-size Transformer, causal unless forward gets is_causal=False.
 
     It has Llama's form: no bias, rotary embedding, grouped keys and values. As a control for the Differential Transformer it
-    can have that model's headwise norm, without a factor (arXiv:2410.05258 Table 6, third row).
+    can have that model's headwise norm (arXiv:2410.05258 Table 6, third row), and a factor of its heads.
 
-    In a configuration the norm is `softmax_head_norm`, because `head_norm` describes the differential model.
+    In a configuration they are `softmax_head_norm` and `softmax_head_scale`, because `head_norm` and `head_scale` describe the
+    differential model.
 
     Args:
         embed_dim: M, width of the hidden states.
@@ -23,12 +24,13 @@ class SoftmaxAttention(NormedAttention):
         layer_index: Index of the layer in the model, from 0.
         head_norm: "gain", a headwise RMSNorm with one learned gain; "plain", the same without the gain; "none".
         head_norm_eps: eps of the headwise norm.
+        head_scale: Factor of each head, after the norm if there is one.
         backend: The op's backend, or "auto".
         qk_norm: Whether queries and keys are normalised, as in Qwen3.
         qk_norm_eps: eps of these norms.
 
     Raises:
-        ConfigError: head_norm has another value.
+        ConfigError: head_norm has another value, or head_scale is 0 or not finite.
     """
 
     name: ClassVar[str] = "softmax"
@@ -38,6 +40,7 @@ class SoftmaxAttention(NormedAttention):
     can_upcycle: ClassVar[bool] = True
     config_options: ClassVar[dict[str, Option]] = {
         "softmax_head_norm": Option(HeadNorm, "none"),
+        "softmax_head_scale": Option(float, 1.0),
         "head_norm_eps": Option(float, HEAD_NORM_EPS),
     }
 
@@ -51,6 +54,7 @@ class SoftmaxAttention(NormedAttention):
         layer_index: int = 0,
         head_norm: HeadNorm = "none",
         head_norm_eps: float = HEAD_NORM_EPS,
+        head_scale: float = 1.0,
         backend: str = "auto",
         qk_norm: bool = False,
         qk_norm_eps: float = QK_NORM_EPS,
@@ -66,18 +70,25 @@ class SoftmaxAttention(NormedAttention):
         )
         norms: dict[str, Any] = {"qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps}
         super().__init__(embed_dim, layout, layer_index=layer_index, backend=backend, **norms)
-        self.add_head_norm(head_norm, eps=head_norm_eps, scale=1.0)
+        self.add_head_norm(head_norm, eps=head_norm_eps, scale=head_scale)
 
     @classmethod
     def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
-        """Pass the headwise norm and its eps."""
-        return {"head_norm": cls.norm_of(config), "head_norm_eps": cls.option(config, "head_norm_eps")}
+        """Pass the headwise norm, its eps and the factor of the heads."""
+        norm, scale = cls.norm_of(config), cls.scale_of(config)
+        return {"head_norm": norm, "head_norm_eps": cls.option(config, "head_norm_eps"), "head_scale": scale}
 
     @classmethod
     def norm_of(cls, config: AttentionConfig) -> HeadNorm:
         """Return the headwise norm of a configuration; a subclass without the option has none."""
         norm: HeadNorm = "none"
         return cls.option(config, "softmax_head_norm") if "softmax_head_norm" in cls.config_options else norm
+
+    @classmethod
+    def scale_of(cls, config: AttentionConfig) -> float:
+        """Return the factor of the heads in a configuration; a subclass without the option has none."""
+        scale: float = 1.0
+        return cls.option(config, "softmax_head_scale") if "softmax_head_scale" in cls.config_options else scale
 
     @classmethod
     def own_parameters(cls, config: AttentionConfig) -> int:
@@ -92,8 +103,8 @@ class SoftmaxAttention(NormedAttention):
 
     @classmethod
     def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Have no norm, which would discard the size of each row."""
-        return {"softmax_head_norm": "none"}
+        """Have no norm, which would discard the size of each row, and no factor."""
+        return {"softmax_head_norm": "none", "softmax_head_scale": 1.0}
 
     @classmethod
     def layout_of(cls, config: AttentionConfig) -> HeadLayout:

@@ -116,7 +116,13 @@ def to_llama(config: DiffTransformerConfig, *, untie: bool = False) -> Conversio
     Raises:
         ConfigError: Llama cannot express the model; the message names the field, its value and what is possible.
     """
-    possible = {"softmax_head_norm": "none", "qk_norm": False, "sliding_window": None, "is_causal": True}
+    possible = {
+        "softmax_head_norm": "none",
+        "softmax_head_scale": 1.0,
+        "qk_norm": False,
+        "sliding_window": None,
+        "is_causal": True,
+    }
     kind = config.attention
     if kind not in (SoftmaxAttention, DifferentialExtension):
         raise ConfigError(

@@ -96,6 +96,7 @@ class ServedAttention(nn.Module):
             self._add_extension(range(layout.num_heads) if chosen is None else sorted(chosen))
         elif issubclass(kind, SoftmaxAttention):
             self._add_norm(config, kind.norm_of(config))
+            self.head_scale = kind.scale_of(config)
 
     def _add_norm(self, config: DiffTransformerConfig, kind: str | None) -> None:
         if kind != "none":
