@@ -5,9 +5,12 @@ from math import exp, inf, log
 from statistics import fmean, median
 
 import pytest
+import torch
 
+from difftransformer import DiffTransformerForCausalLM
 from difftransformer_lab.results import figure_of
 from difftransformer_lab.statistics import paired_difference, sign_flip
+from difftransformer_lab.studies.design import Design, load_study
 from tests.support.pages import factor, sooner, text_of
 
 RECALL = {  # a contrast and its state: how its page writes the effect, and in which words
@@ -93,6 +96,25 @@ def test_recall_in_the_study_of_noise(studies):
     assert said in page
 
 
+SIZE = {  # a study's size and contrast: its state, how pages write the effect, and where it stands in which words
+    ("transformer", "Transformer x 5 minus Transformer"): ("below", sooner, {
+        "docs/studies/size.md": "it lets the Transformer recall {} times as soon",
+        "docs/findings.md": "with heads multiplied by 5 the Transformer recalls {} times as soon",
+        "README.md": "[heads x 5](docs/studies/size.md) in twins {} times",
+    }),
+    ("transformer", "Transformer + norm minus Transformer x 5"): ("below", factor, {
+        "docs/studies/size.md": "With the norm in place of the factor they take {} and",
+    }),
+    ("transformer", "DIFF minus Transformer x 5"): ("below", factor, {
+        "docs/studies/size.md": "DIFF takes {} of the steps of the Transformer with larger heads",
+    }),
+    ("laptop", "heads x 5 minus DIFF without norm"): ("below", sooner, {
+        "docs/studies/size.md": "and DIFF without norm {} times",
+    }),
+    ("laptop", "DIFF minus heads x 5"): ("below", factor, {"docs/studies/size.md": "and {} of the steps that remain"}),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("contrast", "state"), RECALL)
 def test_recall(found, contrast, state):
     _, of = study_of(found, "recall-laptop")
@@ -139,8 +161,8 @@ def test_what_every_page_says_of_recall(found):
     second = of["subtraction, at 0.6 noise"]
     for page in map(text_of, ("README.md", "docs/findings.md", "docs/studies/recall.md")):
         assert f"{noise} as soon" in page
-        assert clean in page
         assert factor(*bounds(second)) in page
+    assert all(clean in text_of(page) for page in ("docs/findings.md", "docs/studies/recall.md"))
     assert f"beyond that by {exp(-0.223) - exp(second.low):.3f}" in text_of("docs/studies/recall.md")
 
 
@@ -270,3 +292,83 @@ def test_mqar_is_learned_or_not(studies):
     said, high = text_of("docs/studies/synthetic.md"), len(ends["twin"]) - len(low)
     assert f"all {len(ends['diff'])} of DIFF's runs end at 1.00, and of the Transformer's {high}, the others" in said
     assert f"the others at {low[0]:.2f} to {low[-1]:.2f}" in said
+
+
+@pytest.mark.parametrize(("size", "contrast"), SIZE)
+def test_recall_with_larger_heads(found, size, contrast):
+    _, of = study_of(found, f"size-{size}")
+    state, write, said = SIZE[size, contrast]
+    assert of[contrast].state == state
+    for page, words in said.items():
+        assert words.format(write(*bounds(of[contrast]))) in text_of(page)
+
+
+def test_what_the_size_does_of_all_that_the_norm_does(found):
+    for slug, larger, rest in (
+        ("size-transformer", "Transformer x 5 minus Transformer", "Transformer + norm minus Transformer x 5"),
+        ("size-laptop", "heads x 5 minus DIFF without norm", "DIFF minus heads x 5"),
+    ):
+        _, of = study_of(found, slug)
+        assert of[larger].effect / (of[larger].effect + of[rest].effect) > 0.5
+    for page in ("docs/findings.md", "docs/studies/size.md", "docs/studies/recall.md", "docs/worth.md"):
+        assert "ore than half" in text_of(page)
+
+
+def test_how_many_runs_recall_with_larger_heads(studies):
+    page = text_of("docs/studies/size.md")
+    there = {
+        arm: 20 - never(studies[f"size-{size}"], arm)
+        for size, arms in (("transformer", ("twin", "twin-scaled", "twin-norm")), ("laptop", ("no-norm", "scaled")))
+        for arm in arms
+    }
+    assert (there["twin-norm"], there["scaled"]) == (20, 20)
+    assert (
+        f"{there['twin-scaled']} of 20 Transformers get there in 1,200 steps, and {there['twin']} as they are" in page
+    )
+    assert f"and {20 - there['twin-scaled']} of 20 Transformers at the chosen one" in page
+    assert f"in all 20 runs with larger heads, and in {there['no-norm']} of 20 without" in page
+
+
+def test_what_size_and_norm_do_at_one_rate(studies):
+    tried = {
+        one.arm: dict(one.tried)[0.00125]
+        for size in ("laptop", "transformer")
+        for one in studies[f"size-{size}"].index.rates
+    }
+    steps = {arm: f"{mean:,.0f}" for arm, mean in tried.items()}
+    said = f"takes {steps['twin-norm']} steps with the norm, {steps['twin-scaled']} with larger heads and {steps['twin']} with"
+    page = text_of("docs/studies/size.md")
+    assert f"{said} neither, and DIFF {steps['diff']}, {steps['scaled']} and {steps['no-norm']}" in page
+
+
+def start_sizes(preset, arm):
+    """Root mean squares of the heads' output of each layer in new models of three seeds, on tokens at random."""
+    run = next(one for one in Design(load_study("size"), preset).reported() if one.arm == arm)
+    sizes = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = DiffTransformerForCausalLM(run.recipe.model_config(vocab_size=34))
+        found = []
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.register_forward_pre_hook(
+                lambda _, inputs, found=found: found.append(inputs[0].square().mean().sqrt().item())
+            )
+        with torch.no_grad():
+            model(input_ids=torch.randint(0, 34, (64, 62)))
+        sizes.append(found)
+    return list(zip(*sizes, strict=True))
+
+
+def test_the_size_of_the_heads_at_the_start():
+    diff, bare, scaled = (start_sizes("laptop", arm) for arm in ("diff", "no-norm", "scaled"))
+    said = load_study("size").about
+    assert f"about {fmean(sum(bare, ())):.2f} (root mean square)" in said
+    assert f"DIFF's is {fmean(diff[0]):.2f} in the first layer and {fmean(diff[1]):.2f} in the second" in said
+    assert f"as large on average: {min(min(scaled)):.1f} to {max(max(scaled)):.1f} in both" in said
+    twin, normed, large = (start_sizes("transformer", arm) for arm in ("twin", "twin-norm", "twin-scaled"))
+    first, second = (f"{min(layer):.1f} to {max(layer):.1f}" for layer in large)
+    sizes = f"about {fmean(sum(twin, ())):.1f} at the start, {fmean(sum(normed, ())):.0f} with the norm"
+    about = load_study("size").presets["transformer"].about
+    assert (
+        f"whose heads are {sizes}, and, multiplied by 5, {first} in the first layer and {second} in the second" in about
+    )
