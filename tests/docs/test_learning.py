@@ -368,7 +368,6 @@ def test_the_size_of_the_heads_at_the_start():
     twin, normed, large = (start_sizes("transformer", arm) for arm in ("twin", "twin-norm", "twin-scaled"))
     first, second = (f"{min(layer):.1f} to {max(layer):.1f}" for layer in large)
     sizes = f"about {fmean(sum(twin, ())):.1f} at the start, {fmean(sum(normed, ())):.0f} with the norm"
-    about = load_study("size").presets["transformer"].about
-    assert (
-        f"whose heads are {sizes}, and, multiplied by 5, {first} in the first layer and {second} in the second" in about
-    )
+    words = f"heads are {sizes}, and, multiplied by 5, {first} in the first layer and {second} in the second"
+    assert words in load_study("size").presets["transformer"].about
+    assert words in text_of("docs/studies/size.md")

@@ -431,8 +431,9 @@ def rates_table(records: Records) -> Table:
             cells += [mean, MARK if rate == one.learning_rate else ""]
         rows.append(cells)
     tried_groups = (Group(f"{rate:g}", ("mean", "best"), "marked_value") for rate in every)
+    model = Group("model", ("", "setting"), "remark", numeric=False)
     chosen = Group("chosen rate", ("rate", "edge"), "remark")
-    groups = (*names("model", "setting"), chosen, *tried_groups)
+    groups = (model, chosen, *tried_groups)
     notes = [
         "Mean of the study's first figure over seeds of their own, which are in no comparison. *: the rate that was chosen. At "
         "the edge: a better rate may lie beyond. An empty cell: not tried."
