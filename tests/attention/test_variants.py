@@ -86,6 +86,16 @@ def test_the_twin_with_a_factor_of_its_heads(backend):
     torch.testing.assert_close(layer(hidden, need_map=True)[0], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "xsa", "gate"])
+def test_a_factor_of_the_heads_multiplies_the_output(kind):
+    fields = {"attention_type": kind, "hidden_size": 24, "num_attention_heads": 3}
+    plain, large = (DiffTransformerConfig(softmax_head_scale=scale, **fields) for scale in (1.0, 2.5))
+    layer, scaled = (drawn(config.attention.from_config(config, 0)) for config in (plain, large))
+    scaled.load_state_dict(layer.state_dict())
+    hidden = states(2, 6, 24)
+    torch.testing.assert_close(scaled(hidden)[0], 2.5 * layer(hidden)[0])
+
+
 def test_a_twin_takes_no_norm_from_the_differential_model():
     """Models saved before the twin could have a norm may state head_norm, which never was the twin's."""
     fields = {"hidden_size": 32, "num_attention_heads": 4}
@@ -155,8 +165,10 @@ def test_options_that_mean_nothing_are_refused():
         DiffTransformerConfig(hidden_size=32, num_attention_heads=4, softmax_head_norm="layer")
     with pytest.raises(ConfigError, match="head_norm='row' is unknown; choose one of gain, plain, none"):
         SoftmaxAttention(16, 2, head_norm="row")
-    with pytest.raises(ConfigError, match="head_scale=0 gives heads of zero"):
+    with pytest.raises(ConfigError, match=r"^head_scale=0 gives heads of zero"):
         SoftmaxAttention(16, 2, head_scale=0.0)
+    with pytest.raises(ConfigError, match=r"^softmax_head_scale=0 gives heads of zero"):
+        DiffTransformerConfig(attention_type="xsa", hidden_size=32, num_attention_heads=4, softmax_head_scale=0.0)
     with pytest.raises(ConfigError, match="head_scale=inf: give a finite number"):
         SoftmaxAttention(16, 2, head_scale=math.inf)
     DifferentialOptions(lambda_init=1.0, head_norm="gain", head_scale=0.2)

@@ -32,12 +32,12 @@ class HeadwiseRMSNorm(RMSNorm):
         return compute(*tensors, norm=(self.weight, self.eps, factor), **options)
 
 
-def check_head_scale(scale: float) -> None:
-    """Raise ConfigError for a factor of the heads that is 0 or not finite."""
+def check_head_scale(scale: float, name: str = "head_scale") -> None:
+    """Raise ConfigError for a factor of the heads, by its name in the message, that is 0 or not finite."""
     if not math.isfinite(scale):
-        raise ConfigError(f"head_scale={scale}: give a finite number")
+        raise ConfigError(f"{name}={scale}: give a finite number")
     if scale == 0:
-        raise ConfigError("head_scale=0 gives heads of zero; use another number")
+        raise ConfigError(f"{name}=0 gives heads of zero; use another number")
 
 
 class NormedAttention(Constants, Attention):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .base import QK_NORM_EPS, REPLICATED, AttentionConfig, HeadLayout, Option, head_width
-from .head_norm import HEAD_NORM_EPS, HeadNorm, NormedAttention
+from .head_norm import HEAD_NORM_EPS, HeadNorm, NormedAttention, check_head_scale
 
 
 class SoftmaxAttention(NormedAttention):
@@ -86,9 +86,16 @@ class SoftmaxAttention(NormedAttention):
 
     @classmethod
     def scale_of(cls, config: AttentionConfig) -> float:
-        """Return the factor of the heads in a configuration; a subclass without the option has none."""
-        scale: float = 1.0
-        return cls.option(config, "softmax_head_scale") if "softmax_head_scale" in cls.config_options else scale
+        """Return the factor of the heads in a configuration; a subclass without the option has none.
+
+        Raises:
+            ConfigError: it is 0 or not finite.
+        """
+        if "softmax_head_scale" not in cls.config_options:
+            return 1.0
+        scale: float = cls.option(config, "softmax_head_scale")
+        check_head_scale(scale, "softmax_head_scale")
+        return scale
 
     @classmethod
     def own_parameters(cls, config: AttentionConfig) -> int:
@@ -108,7 +115,12 @@ class SoftmaxAttention(NormedAttention):
 
     @classmethod
     def layout_of(cls, config: AttentionConfig) -> HeadLayout:
-        """Return the configuration's heads unchanged."""
+        """Return the configuration's heads unchanged.
+
+        Raises:
+            ConfigError: softmax_head_scale is 0 or not finite.
+        """
+        cls.scale_of(config)  # a configuration is checked by asking for its heads
         return HeadLayout(
             num_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
