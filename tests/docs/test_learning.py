@@ -68,6 +68,18 @@ SIZE = {  # a study's size and contrast: its state, how pages write the effect, 
         "docs/studies/size.md": "and DIFF without norm {} times",
     }),
     ("laptop", "DIFF minus heads x 5"): ("below", factor, {"docs/studies/size.md": "and {} of the steps that remain"}),
+    ("laptop", "DIFF minus wide heads + norm"): ("above", factor, {
+        "docs/studies/size.md": "DIFF takes {} times the steps of wide heads with the norm",
+        "docs/studies/recall.md": "beside the norm DIFF takes {} times the steps of wide heads",
+        "docs/findings.md": "with it DIFF takes {} times the steps of wide heads",
+        "README.md": "With the norm DIFF takes {} times the steps of one wide map",
+    }),
+    ("laptop", "interaction of norm and second map"): ("above", factor, {
+        "docs/studies/size.md": "the norm changes what the second map does, by a factor of {}",
+    }),
+    ("laptop", "second map, averaged over the norm"): ("within", factor, {
+        "docs/studies/size.md": "Averaged over both, recall with a second map takes {} of the steps",
+    }),
 }  # fmt: skip
 
 
@@ -161,7 +173,7 @@ def test_what_every_page_says_of_recall(found):
     second = of["subtraction, at 0.6 noise"]
     for page in map(text_of, ("README.md", "docs/findings.md", "docs/studies/recall.md")):
         assert f"{noise} as soon" in page
-        assert factor(*bounds(second)) in page
+    assert f"recall takes {factor(*bounds(second))} of the steps. To be called equal" in text_of("docs/studies/recall.md")
     assert all(clean in text_of(page) for page in ("docs/findings.md", "docs/studies/recall.md"))
     assert f"beyond that by {exp(-0.223) - exp(second.low):.3f}" in text_of("docs/studies/recall.md")
 
@@ -170,7 +182,7 @@ def test_what_the_maps_of_v2_do_to_recall_beside_the_norm(found):
     study, of = study_of(found, "recall-laptop")
     beside = of["DIFF V2 + norm minus Transformer + norm, 0.6 noise"]
     times = factor(*bounds(beside))
-    assert f"V2 + norm takes {times} of twin + norm's" in text_of("README.md")
+    assert f"V2 {times} of the twin's" in text_of("README.md")
     assert f"V2 + norm takes {times} of the Transformer + norm's" in text_of("docs/findings.md")
     times = factor(*explored(study, beside.figure, ("v2-norm", "wide-norm"), ("0.6",), range(3000, 3020)))
     assert f"against wide heads with the norm it takes {times} (explored)" in text_of("docs/studies/recall.md")
@@ -332,6 +344,28 @@ def test_how_many_runs_recall_with_larger_heads(found):
     assert f"and {20 - there['twin-scaled']} of 20 Transformers at the chosen one" in page
     assert f"in all 20 runs with larger heads, and in {there['no-norm']} of 20 without" in page
     assert f"on {of['DIFF minus heads x 5'].same_direction} of 20 seeds" in page
+
+
+def test_what_the_second_map_does_with_and_without_the_norm(found):
+    study, of = study_of(found, "size-laptop")
+    page, figure, seeds = text_of("docs/studies/size.md"), study.records.index.figures[0], range(4000, 4060)
+    without = factor(*explored(study, figure, ("no-norm", "wide"), (), seeds))
+    steps = {
+        arm: [study.records.numbers(figure, arm, ())[seed].value for seed in seeds]
+        for arm in ("diff", "wide-norm", "no-norm", "wide")
+    }
+    there = {arm: sum(one < 1200 for one in steps[arm]) for arm in steps}
+    said = f"two maps take {without} of the steps of one wide one (explored), and get there in {there['no-norm']} of 60 runs"
+    assert f"{said} where that does in {there['wide']}" in page
+    assert f"{60 - there['wide']} of 60 runs of wide heads and {60 - there['no-norm']} of DIFF count with 1,200" in page
+    beside = of["DIFF minus wide heads + norm"]
+    assert beside.same_direction + sum(one < 0 for one in beside.values.values()) == len(seeds)
+    said = f"sooner on {len(seeds) - beside.same_direction} of the 60 seeds, and the median run of both takes"
+    assert f"{said} {median(steps['diff']):.0f} steps" in page
+    assert f"{median(steps['wide-norm']):.0f}" == f"{median(steps['diff']):.0f}"
+    assert f"The ten slowest of DIFF take {sorted(steps['diff'])[-10]:.0f} steps or more" in page
+    assert (there["diff"], there["wide-norm"]) == (59, 60)
+    assert f"the slowest of wide heads {max(steps['wide-norm']):.0f}" in page
 
 
 def test_the_rates_of_larger_heads(studies):
