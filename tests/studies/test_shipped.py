@@ -35,7 +35,7 @@ def contrasts_of(plan):
 
 
 def test_every_study_has_a_size_for_a_laptop_and_one_for_a_gpu():
-    assert len(TOLD) == 17
+    assert len(TOLD) == 18
     assert TOLD.keys() <= {*SIZES}
     assert all({"laptop", "gpu"} <= load_study(name).presets.keys() for name in STUDIES)
 
