@@ -173,7 +173,9 @@ def test_what_every_page_says_of_recall(found):
     second = of["subtraction, at 0.6 noise"]
     for page in map(text_of, ("README.md", "docs/findings.md", "docs/studies/recall.md")):
         assert f"{noise} as soon" in page
-    assert f"recall takes {factor(*bounds(second))} of the steps. To be called equal" in text_of("docs/studies/recall.md")
+    assert f"recall takes {factor(*bounds(second))} of the steps. To be called equal" in text_of(
+        "docs/studies/recall.md"
+    )
     assert all(clean in text_of(page) for page in ("docs/findings.md", "docs/studies/recall.md"))
     assert f"beyond that by {exp(-0.223) - exp(second.low):.3f}" in text_of("docs/studies/recall.md")
 
