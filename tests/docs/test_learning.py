@@ -385,6 +385,11 @@ def test_the_rates_of_larger_heads(studies):
         ]
         assert (len(curves), sum(max(values) < 0.9 for values in curves)) == (3, 2)
     assert "two of three runs at twice the chosen rate do not get there" in page
+    tried = dict(rates["diff"].tried)
+    assert (rates["diff"].learning_rate, tried[0.01], rates["wide-norm"].learning_rate) == (0.005, 1200, 0.0025)
+    assert 0.5 < tried[0.0025] - tried[0.005] < 1.5
+    said = "Its best rate, 0.005, beat 0.0025 by one step on the three seeds that choose, and at 0.01 none of them gets there."
+    assert f"{said} Wide heads with the norm have 0.0025." in page
 
 
 def test_what_size_and_norm_do_at_one_rate(studies):
@@ -399,20 +404,20 @@ def test_what_size_and_norm_do_at_one_rate(studies):
     assert f"{said} neither, and DIFF {steps['diff']}, {steps['scaled']} and {steps['no-norm']}" in page
 
 
-def start_sizes(preset, arm):
+def start_sizes(preset, arm, study="size", vocab_size=34, length=62):
     """Root mean squares of the heads' output of each layer in new models of three seeds, on tokens at random."""
-    run = next(one for one in Design(load_study("size"), preset).reported() if one.arm == arm)
+    run = next(one for one in Design(load_study(study), preset).reported() if one.arm == arm)
     sizes = []
     for seed in range(3):
         torch.manual_seed(seed)
-        model = DiffTransformerForCausalLM(run.recipe.model_config(vocab_size=34))
+        model = DiffTransformerForCausalLM(run.recipe.model_config(vocab_size=vocab_size))
         found = []
         for layer in model.model.layers:
             layer.self_attn.o_proj.register_forward_pre_hook(
                 lambda _, inputs, found=found: found.append(inputs[0].square().mean().sqrt().item())
             )
         with torch.no_grad():
-            model(input_ids=torch.randint(0, 34, (64, 62)))
+            model(input_ids=torch.randint(0, vocab_size, (64, length)))
         sizes.append(found)
     return list(zip(*sizes, strict=True))
 
@@ -429,3 +434,20 @@ def test_the_size_of_the_heads_at_the_start():
     words = f"heads are {sizes}, and, multiplied by 5, {first} in the first layer and {second} in the second"
     assert words in load_study("size").presets["transformer"].about
     assert words in text_of("docs/studies/size.md")
+
+
+def test_the_size_of_the_heads_at_the_start_of_parts():
+    of = {"study": "parts", "vocab_size": 2048, "length": 64}
+    twin, normed = (fmean(sum(start_sizes("size", arm, **of), ())) for arm in ("twin", "twin-norm"))
+    first, *_, last = (f"{fmean(layer):.1f}" for layer in start_sizes("size", "twin-scaled", **of))
+    sizes = f"about {twin:.1f} (root mean square) in rows of 64 tokens at the start, {normed:.0f} with the norm"
+    words = f"heads are {sizes}, and, multiplied by 5, from {first} in the first layer to {last} in the fourth"
+    assert words in load_study("parts").presets["size"].about
+    assert f"at the start {first} in the first layer and {last} in the fourth" in text_of("docs/studies/parts.md")
+
+
+def test_larger_heads_choose_their_rate_in_parts(studies):
+    chosen = next(one for one in studies["parts-size"].index.rates if one.arm == "twin-scaled")
+    tried = dict(chosen.tried)
+    assert chosen.learning_rate == 0.016
+    assert f"chosen by {tried[0.032] - tried[0.016]:.3f} nats" in text_of("docs/studies/parts.md")
