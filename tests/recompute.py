@@ -2,9 +2,10 @@
 
     python tests/recompute.py [FOLDER]    # docs/results/studies; prints a line for each contrast
 
-Each method is another than the package's where there is one: sign-flip tests flip the signs, their intervals are found by
-bisection of the same test, Fieller's bounds are where Student's t of a - r b reaches its quantile, and Holm's correction is the
-closed test that it stands for.
+Each method is another than the package's where there is one: sign-flip tests flip the signs (more than 24 differences are
+rounded to a fine grid, on which all patterns are counted), their intervals are found by bisection of the same test,
+Fieller's bounds are where Student's t of a - r b reaches its quantile, and Holm's correction is the closed test that it
+stands for.
 """
 
 import dataclasses
@@ -78,11 +79,25 @@ def chosen_rates(index, folder):
 def flipped(values, centre):
     """Two-sided p-value of the sign-flip test of a centre, over all sign patterns; those of two halves are counted in pairs."""
     differences = np.array(values) - centre
+    if len(differences) > 24:
+        return flipped_on_a_grid(differences)
     first, second = (np.sort(signed_sums(part)) for part in np.array_split(differences, 2))
     near, whole = 1e-12 * np.abs(differences).sum(), differences.sum()
     as_high = (len(second) - np.searchsorted(second, whole - near - first)).sum()
     as_low = np.searchsorted(second, whole + near - first, side="right").sum()
     return min(1.0, 2 * min(as_high, as_low) / 2 ** len(values))
+
+
+def flipped_on_a_grid(differences, points=2**14):
+    """The same of any number of differences, each rounded to a multiple of a step, on which signed sums are counted."""
+    steps = np.rint(differences / np.abs(differences).sum() * points).astype(int)
+    reach = np.abs(steps).sum()
+    shares = np.zeros(2 * reach + 1)
+    shares[reach] = 1.0
+    for step in np.abs(steps):
+        shares = (np.roll(shares, step) + np.roll(shares, -step)) / 2  # nothing gets beyond the ends
+    whole = reach + steps.sum()
+    return min(1.0, 2 * min(shares[whole:].sum(), shares[: whole + 1].sum()))
 
 
 def signed_sums(values):

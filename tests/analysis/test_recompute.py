@@ -7,6 +7,7 @@ import pytest
 
 from difftransformer_lab.analysis import read_studies
 from difftransformer_lab.results import Contrast, Question, StudyAxis, Term
+from difftransformer_lab.statistics import MOST_EXACT_SEEDS
 from tests import recompute
 from tests.support.simulated_study import LOSS, planned, record, save, study
 
@@ -21,14 +22,23 @@ def compare(path):
     again = recompute.recompute(json.loads(path.read_text("utf-8"))["result"], path.parent)
     findings = {one.contrast.name: one for one in found.findings}
     assert findings.keys() == again.keys()
+    drawn = {
+        name
+        for name, one in findings.items()
+        if one.difference and one.difference.interval_method.startswith("sign flip") and one.seeds > MOST_EXACT_SEEDS
+    }
     for name, expected in again.items():
         one = findings[name]
         assert (one.seeds, one.state) == (expected.seeds, expected.state)
         if expected.effect is None:
             continue
         assert one.effect == pytest.approx(expected.effect, rel=1e-9)
-        assert (one.low, one.high) == pytest.approx((expected.low, expected.high), rel=1e-7)
-        assert one.p == pytest.approx(expected.p, rel=1e-7)
+        # Of many seeds the package draws 199,999 patterns; all are counted here. Tolerances are five standard errors of drawing.
+        bounds = {"abs": (one.high - one.low) / 120} if one.contrast.name in drawn else {"rel": 1e-7}
+        assert (one.low, one.high) == pytest.approx((expected.low, expected.high), **bounds)
+        # A p-value that is drawn may change the factor by which Holm's rule multiplies another one.
+        p_value = {"abs": 5 * (10 * expected.p / 199_999) ** 0.5 + 1e-4} if drawn else {"rel": 1e-7}
+        assert one.p == pytest.approx(expected.p, **p_value)
     return sum(expected.effect is not None for expected in again.values())
 
 
@@ -78,3 +88,12 @@ def test_doublings(tmp_path):
     plan = planned([Question(question=one.name, contrasts=[one]) for one in contrasts])
     simulated = study(["diff", "wide", "twin"], [LOSS], 12, make, axes=[axis], plan=plan)
     assert compare(save(simulated, tmp_path)) == 2
+
+
+def test_sign_flips_on_a_grid():
+    """Which many seeds need, against all patterns of few."""
+    for seed in range(5):
+        values = np.random.default_rng(seed).normal(0.3, 1, 16)
+        for centre in (0.0, 0.2):
+            on_grid = recompute.flipped_on_a_grid(values - centre)
+            assert on_grid == pytest.approx(recompute.flipped(values, centre), abs=1e-3)
