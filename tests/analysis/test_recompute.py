@@ -33,7 +33,7 @@ def compare(path):
         if expected.effect is None:
             continue
         assert one.effect == pytest.approx(expected.effect, rel=1e-9)
-        # Of many seeds the package draws 199,999 patterns; all are counted here. Tolerances are five standard errors of drawing.
+        # Of many seeds the package draws 199,999 patterns; all are counted here. Tolerances: five standard errors of drawing.
         bounds = {"abs": (one.high - one.low) / 120} if one.contrast.name in drawn else {"rel": 1e-7}
         assert (one.low, one.high) == pytest.approx((expected.low, expected.high), **bounds)
         # A p-value that is drawn may change the factor by which Holm's rule multiplies another one.
